@@ -20,16 +20,15 @@ import jax
 from jaxtrain import cli
 from jaxtrain.checkpoint.manager import RunCheckpoints
 from jaxtrain.checkpoint.resuming import Candidates, StartPoint, open_folder
-from jaxtrain.config import Config, PipelineConfig
+from jaxtrain.config import PipelineConfig, ResolvedConfig
 from jaxtrain.config.recipes import config_text
-from jaxtrain.config.rules.checks import Environment
 from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.hf import source_files
 from jaxtrain.hf.importing import PublishedWeights
-from jaxtrain.pipeline.setup import Setup
+from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.planner.for_training import AfterWarmUp, fitting, plan_at_hand
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
@@ -61,7 +60,7 @@ from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start
 class RunContext:
     """A run as its folder and the system see it: resolved settings, files, clocks, signals."""
 
-    config: Config
+    config: ResolvedConfig
     folder: pathlib.Path
     clock: WallClock
     goodput: GoodputLog
@@ -79,34 +78,24 @@ class ReadyStep:
     evaluation: Evaluation
 
 
-def run(
-    config: Config,
-    setup: Setup,
-    folder: pathlib.Path,
-    clock: WallClock,
-    unresolved: Config,
-    environment: Environment,
-) -> ExitStatus:
+def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
     """Trains until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. Continues
-    from the newest complete checkpoint of `folder`.
-
-    config: resolved; setup: its tables; clock: of the command
-    unresolved: the config before it was resolved, from which an error's suggestions start
-    environment: what these suggestions have to fit
+    from the newest complete checkpoint in the run's folder. clock: of the command
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
     FlagsError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
     the checkpoint or the corpus, and if no checkpoint is complete; HfError for a published model
     that is damaged. Raises NumbersError if numbers are not good and the run cannot go back.
     """
+    config, folder = prepared.config, prepared.folder
     clock.enter(Phase.DATA)
     with (
         _watched(config.train.hang_after, folder, clock) as (signals, watchdog),
-        out_of_memory.named(functools.partial(fitting, unresolved, environment)),
+        out_of_memory.named(functools.partial(fitting, prepared.requested, prepared.environment)),
         contextlib.ExitStack() as lasting,  # until the last line is logged
     ):
         # --- checkpoint and corpus ---
-        checkpoints = open_folder(config, unresolved, environment, folder)
+        checkpoints = open_folder(prepared)
         chosen = checkpoints.choose()
         weights = open_weights(config, chosen.start.resumes)
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
@@ -121,7 +110,7 @@ def run(
         clock.enter(Phase.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:  # until the last step is saved
-            step = make_step(config, mesh, setup)
+            step = make_step(config, mesh, prepared.setup)
             closing.enter_context(state_on_disk(step))
             begin = functools.partial(make_state, config, step, weights)
             candidates = chosen.candidates(step, corpus, begin)
@@ -150,7 +139,7 @@ def run(
             cluster.log(*batches.remarks(), *held_out.remarks())
             new_state = functools.partial(prepared_state, begin, imported, initial)
             state, start = candidates.restore(new_state)
-            _write_settings(config, unresolved.pipeline, folder, weights)
+            _write_settings(config, prepared.requested.pipeline, folder, weights)
 
             # --- loop ---
             goodput.reached(start.step)
@@ -383,7 +372,7 @@ class Trainer:
 
 
 def _loaders(
-    config: Config, step: Step, corpus: Corpus, folder: pathlib.Path
+    config: ResolvedConfig, step: Step, corpus: Corpus, folder: pathlib.Path
 ) -> tuple[Loader, Loader]:
     """The loaders of a step's training batches and of held-out ones."""
     tokens, replicas = step.abstract_batch["tokens"], step.separate_replicas
@@ -441,7 +430,10 @@ def _timed(folder: pathlib.Path, clock: WallClock, start: StartPoint) -> Iterato
 
 
 def _write_settings(
-    config: Config, given: PipelineConfig, folder: pathlib.Path, weights: PublishedWeights | None
+    config: ResolvedConfig,
+    given: PipelineConfig,
+    folder: pathlib.Path,
+    weights: PublishedWeights | None,
 ) -> None:
     """Writes, in process 0, config.json, the small files of a published model, and op_times.json
     for op times that were not `given` by the user."""

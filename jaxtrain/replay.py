@@ -23,11 +23,10 @@ from jaxtrain.checkpoint.resuming import folder_of_checkpoints, open_folder
 from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.rules.checks import Environment
 from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.pipeline.setup import Setup
+from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.intervals import Intervals
@@ -71,23 +70,16 @@ class Recorded:
     learning_rate: float | None = None
 
 
-def replay(
-    config: Config,
-    setup: Setup,
-    folder: pathlib.Path,
-    at: int,
-    clock: WallClock,
-    unresolved: Config,
-    environment: Environment,
-) -> ExitStatus:
-    """Repeats step `at` of the run in `folder` and logs the differences. FINISHED if they are
+def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
+    """Repeats step `at` of the run in its folder and logs the differences. FINISHED if they are
     rounding, else BAD_NUMBERS.
 
-    Arguments as of loop.run, whose errors this raises; ReplayError if the folder has no record of
-    the step, or no checkpoint before it.
+    Raises the errors of loop.run; ReplayError if the folder has no record of the step, or no
+    checkpoint before it.
     """
+    config, folder = run.config, run.folder
     clock.enter(Phase.DATA)
-    checkpoints = open_folder(config, unresolved, environment, folder, before=at)
+    checkpoints = open_folder(run, before=at)
     values = cluster.from_main(lambda: _read(folder, checkpoints.directory, at), ReplayError)
     recorded = Recorded(**values | {"batches": dict(values["batches"])})
     refuse_another_rate(config.optimizer, config.train, at, recorded.learning_rate, folder)
@@ -102,7 +94,7 @@ def replay(
     clock.enter(Phase.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
-        step = make_step(config, mesh, setup)
+        step = make_step(config, mesh, run.setup)
         tokens, replicas = step.abstract_batch["tokens"], step.separate_replicas
         data, held_out = make_loaders(
             corpus, config.data, tokens, replicas, config.train.eval_batches

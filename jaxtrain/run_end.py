@@ -7,7 +7,7 @@ import jax
 from etils import epath
 
 from jaxtrain.checkpoint.restoring import load_parameters
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.generation.text import sample_text
@@ -26,10 +26,10 @@ def draw_losses(folder: pathlib.Path) -> None:
 
 
 def log_results(
-    config: Config, corpus: Corpus, checkpoints: epath.Path, validation_loss: float | None
+    config: ResolvedConfig, corpus: Corpus, checkpoints: epath.Path, validation_loss: float | None
 ) -> None:
     """Logs, in process 0, the last validation loss next to the corpus's entropy, and a sample of
-    the last checkpoint's model. config: resolved"""
+    the last checkpoint's model"""
     if not cluster.is_main():
         return
     if validation_loss is not None:
@@ -42,7 +42,7 @@ def log_results(
         _log_sample(config, corpus, checkpoints)
 
 
-def _log_sample(config: Config, corpus: Corpus, checkpoints: epath.Path) -> None:
+def _log_sample(config: ResolvedConfig, corpus: Corpus, checkpoints: epath.Path) -> None:
     train = config.train
     # From the checkpoint, not from the devices: process 0 samples alone, on one device, and holds
     # only its shards of the state.
@@ -66,7 +66,7 @@ def _log_sample(config: Config, corpus: Corpus, checkpoints: epath.Path) -> None
     cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 
 
-def what_next(config: Config, folder: pathlib.Path, corpus: Corpus) -> list[str]:
+def what_next(config: ResolvedConfig, folder: pathlib.Path, corpus: Corpus) -> list[str]:
     """The last lines of a run that has all its steps: its files, and the next commands."""
     train, model = config.train, config.model
     # The sample's prompt was encoded; an empty one is an end of document, which ids may not have.

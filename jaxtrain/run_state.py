@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterator
 
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import StateFileError
 from jaxtrain.hf import importing
@@ -30,7 +30,7 @@ def state_on_disk(step: Step) -> Iterator[None]:
         yield
 
 
-def open_weights(config: Config, resumes: bool) -> PublishedWeights | None:
+def open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | None:
     """The published weights that a new run starts from; None for a run that resumes, or starts from
     random ones. Every process must call this. Raises HfError in all of them."""
     if resumes or not config.train.init_from:
@@ -41,7 +41,7 @@ def open_weights(config: Config, resumes: bool) -> PublishedWeights | None:
     return weights
 
 
-def make_state(config: Config, step: Step, weights: PublishedWeights | None) -> TrainState:
+def make_state(config: ResolvedConfig, step: Step, weights: PublishedWeights | None) -> TrainState:
     """The state before the first step; every process must call this. weights: of
     `train.init_from`, if they are open"""
     if step.layout.disk:

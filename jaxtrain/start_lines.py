@@ -9,7 +9,7 @@ import jax
 from jax.stages import Compiled
 
 from jaxtrain.checkpoint.resuming import StartPoint
-from jaxtrain.config import Config, TrainConfig, kernels
+from jaxtrain.config import ResolvedConfig, TrainConfig, kernels
 from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
 from jaxtrain.devices import cluster
@@ -26,7 +26,7 @@ def mebibytes(n: float) -> str:
     return f"{n / 2**20:,.1f}"
 
 
-def introduction(config: Config, step: Step) -> list[str]:
+def introduction(config: ResolvedConfig, step: Step) -> list[str]:
     """Lines about a step, compiled or not: mesh, model, table, slots, the planned step."""
     d, m, device = config.data, config.model, step.mesh.devices.flat[0]
     lines = [
@@ -79,7 +79,7 @@ def introduction(config: Config, step: Step) -> list[str]:
     return lines + plan_at_hand(config, device.device_kind).lines()
 
 
-def _expert_capacity(config: Config, step: Step) -> str:
+def _expert_capacity(config: ResolvedConfig, step: Step) -> str:
     """A line with the most routed tokens that one device's experts can receive, for experts that
     are split over `expert`."""
     m, sizes = config.model, step.mesh.shape
@@ -158,7 +158,7 @@ def beginning(train: TrainConfig, start: StartPoint) -> str:
 
 
 def before_a_dry_run(
-    config: Config, step: Step, compiled: Compiled, tracing: float, compiling: float
+    config: ResolvedConfig, step: Step, compiled: Compiled, tracing: float, compiling: float
 ) -> list[str]:
     """All lines about a step that is compiled and not run, and the sizes of its slots."""
     pools = [f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in step.slot_pools().items()]

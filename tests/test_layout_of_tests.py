@@ -33,6 +33,7 @@ GROUPED = {
     "planner/step/layer_time.py": "planner/step/test_step_time.py",
     "planner/layer/settings.py": "planner/step/test_step_model.py",
     "planner/step/time_breakdown.py": "planner/step/test_step_time.py",
+    "pipeline/prepared_run.py": "test_prepare.py",
     "planner/for_training.py": "test_imports.py",
     "planner/step/outside_layers.py": "planner/step/test_step_time.py",
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",

@@ -86,7 +86,7 @@ class RunCheckpoints:
         log: Callable[[str], object],
     ):
         folder, self._step = candidates.chosen.folder, candidates.step
-        self._directory, self._config = folder.directory, folder.config
+        self._directory, self._config = folder.directory, folder.run.config
         self._corpus, self._new_state = candidates.corpus, candidates.new_state
         self._detector, self._wall_s = detector, wall_s
         self._finite = Finiteness(self._step.mesh)

@@ -15,7 +15,7 @@ from jaxtrain.checkpoint.manifest import STATE
 from jaxtrain.checkpoint.regions import StoredArray, stored_arrays
 from jaxtrain.checkpoint.steps import ArrayShapes, CheckpointError, Meta, trained_group
 from jaxtrain.checkpoint.storage import read_tree
-from jaxtrain.config import Config, ModelConfig, PrecisionConfig
+from jaxtrain.config import FilledConfig, PrecisionConfig, ResolvedModel
 from jaxtrain.devices.mesh import AXES, REPLICA, make_mesh
 from jaxtrain.devices.state_file import is_on_disk
 from jaxtrain.training.parameter_layout import ParameterLayout
@@ -31,7 +31,7 @@ def wrong_arrays(meta: Meta, stored: ArrayShapes, trained_alone: bool = False) -
 
     stored: array → shape; trained_alone: look only at the parameters that are evaluated and used.
     """
-    config = meta.stored_config().resolve()
+    config = meta.stored_config()
     # each of these layers has arrays of its own, and no more of them are laid out
     if config.model.dense_layers + config.model.mtp_depth > len(stored):
         return "its state has fewer arrays than its config's model has layers"
@@ -50,13 +50,13 @@ def wrong_arrays(meta: Meta, stored: ArrayShapes, trained_alone: bool = False) -
     return ""
 
 
-def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Array → shape of the state that a resolved config's checkpoints hold. No device is used."""
+def expected_shapes(config: FilledConfig) -> dict[str, tuple[int, ...]]:
+    """Array → shape of the state that a config's checkpoints hold. No device is used."""
     return {array.name: array.shape for array in expected_arrays(config)}
 
 
-def expected_arrays(config: Config) -> list[StoredArray]:
-    """The arrays of the state that a resolved config's checkpoints hold, laid out for one device,
+def expected_arrays(config: FilledConfig) -> list[StoredArray]:
+    """The arrays of the state that a config's checkpoints hold, laid out for one device,
     which need not be there."""
     # Only `replica` shows in stored shapes: independent replicas are stored one after the other.
     independent = config.train.diloco_inner_steps > 0
@@ -103,7 +103,7 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored: Any)
 def load_parameters(
     directory: str | os.PathLike,
     step: int,
-    model: ModelConfig,
+    model: ResolvedModel,
     precision: PrecisionConfig,
     independent_replicas: bool,
     mesh: Mesh | None = None,
@@ -121,7 +121,7 @@ def load_parameters(
 
     Args:
       directory: the folder of checkpoints.
-      model, precision: of a resolved config, as in the step's meta.
+      model, precision: of the config in the step's meta.
       independent_replicas: replicas had parameters of their own (DiLoCo).
       mesh: has no axes of several devices but `model`, whose size must divide heads, key/value
         heads and the MLP, and `context`, along which parameters are replicated. Default: one

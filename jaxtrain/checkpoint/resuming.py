@@ -48,12 +48,13 @@ from jaxtrain.checkpoint.steps import (
     choose,
     read_meta,
 )
-from jaxtrain.config import Config, ConfigError, fields, get, replace, sources, suggestion
-from jaxtrain.config.rules.checks import Environment, check_resume
+from jaxtrain.config import ConfigError, StoredConfig, fields, get, replace, sources, suggestion
+from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.data.tokens import Corpus
 from jaxtrain.devices import cluster
+from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
@@ -70,18 +71,11 @@ def folder_of_checkpoints(settings: CheckpointConfig, workdir: pathlib.Path) -> 
     return stores.folder(settings.directory or workdir / "checkpoints")
 
 
-def open_folder(
-    config: Config,
-    unresolved: Config,
-    environment: Environment,
-    workdir: pathlib.Path,
-    before: int | None = None,
-) -> "CheckpointFolder":
-    """The persistent checkpoints of the run in `workdir`; arguments as the fields of
-    CheckpointFolder. Raises OrbaxError where the installed Orbax cannot save them."""
+def open_folder(run: PreparedRun, before: int | None = None) -> "CheckpointFolder":
+    """The persistent checkpoints of a run. Raises OrbaxError where the installed Orbax cannot save
+    them. before: as in CheckpointFolder"""
     check_orbax()
-    directory = folder_of_checkpoints(config.checkpoint, workdir)
-    return CheckpointFolder(config, unresolved, environment, workdir, directory, before)
+    return CheckpointFolder(run, folder_of_checkpoints(run.config.checkpoint, run.folder), before)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,20 +103,14 @@ class StartPoint:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CheckpointFolder:
-    """The folder of a run's persistent checkpoints, and the config that is to go on from one.
+    """The folder of a run's persistent checkpoints, and the run that is to go on from one.
 
-    config: the run's, resolved
-    unresolved: the config before it was resolved, from which an error's suggestions start
-    environment: what these suggestions have to fit
-    workdir: the run's folder
+    run: its requested config is the one that an error's suggestions change
     directory: the folder or address of the checkpoints
     before: only checkpoints of earlier steps than this are looked at; None: all are
     """
 
-    config: Config
-    unresolved: Config
-    environment: Environment
-    workdir: pathlib.Path
+    run: PreparedRun
     directory: epath.Path
     before: int | None = None
 
@@ -153,31 +141,33 @@ class CheckpointFolder:
 
     def refuse(self, meta: Meta) -> None:
         """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
-        stored, folder = self._stored_config(meta), self.config.train.init_from
+        config, stored = self.run.config, self._stored_config(meta)
+        origin = config.train.init_from
         of_model = (
             violation
-            for violation in violations(self.config, stored.resolve())
-            if folder and violation.field.startswith("model.")
+            for violation in violations(config, stored)
+            if origin and violation.field.startswith("model.")
         )
         # A model's settings come from train.init_from, so that is the setting to change.
         if violation := next(of_model, None):
             rule = (
                 f"is another model than that of {self.directory}: {violation.field}="
-                f"{get(self.config, violation.field)!r} {violation.rule}"
+                f"{get(config, violation.field)!r} {violation.rule}"
             )
-            raise ConfigError("train.init_from", folder, rule, "another --workdir")
-        check_resume(stored, self.unresolved, self.environment)
+            raise ConfigError("train.init_from", origin, rule, "another --workdir")
+        check_resume(stored, self.run.requested, self.run.environment)
 
-    def _stored_config(self, meta: Meta) -> Config:
+    def _stored_config(self, meta: Meta) -> StoredConfig:
         """The config in a meta, with the run's path of the tokenizer if that is the same file, and
         with all of its data for a published model's checkpoint, which has seen none."""
-        stored, name = meta.stored_config(), self.config.data.tokenizer
+        stored, name = meta.stored_config(), self.run.config.data.tokenizer
         if not meta.step and not meta.checksum:
             data_settings = [path for path in fields() if path.startswith("data.")]
-            return replace(stored, {path: get(self.config, path) for path in data_settings})
+            data = {path: get(self.run.config, path) for path in data_settings}
+            return replace(stored, data).to_store()
         file, digest = pathlib.Path(os.path.expanduser(name)), meta.tokenizer.get("sha256")
         if digest and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
-            return replace(stored, {"data.tokenizer": name})
+            return replace(stored, {"data.tokenizer": name}).to_store()
         return stored
 
 
@@ -220,7 +210,7 @@ class ChosenStep:
         """Lists the settings that differ from those of the checkpoint."""
         if not self.choice.step:
             return
-        if changed := changes(self.choice.meta.stored_config(), self.folder.config):
+        if changed := changes(self.choice.meta.stored_config(), self.folder.run.config):
             cluster.log(
                 f"changed since the checkpoint of step {self.choice.step}:",
                 *(f"  {change}" for change in changed),
@@ -235,21 +225,18 @@ class ChosenStep:
 
         Raises CheckpointError if the run's id can be neither read nor written.
         """
-        config, local = self.folder.config, None
-        if config.checkpoint.local:
+        run, local = self.folder.run, None
+        if run.config.checkpoint.local:
             # Process 0 has the id, for the others may not see the run's own folders yet. All files
             # of a start bear one token: files of two starts are never combined.
             name, start_id = cluster.from_main(
-                lambda: (
-                    run_name(self.folder.workdir, self.folder.directory),
-                    secrets.token_hex(4),
-                ),
+                lambda: (run_name(run.folder, self.folder.directory), secrets.token_hex(4)),
                 CheckpointError,
             )
             shards = Shards(stored_arrays(*stored_state(step)))
-            files = LocalFiles(pathlib.Path(config.checkpoint.local) / name, shards)
+            files = LocalFiles(pathlib.Path(run.config.checkpoint.local) / name, shards)
             why_not = functools.partial(self._why_not_local, corpus)
-            steps = files.candidates(self.start.step, config.train.steps, why_not)
+            steps = files.candidates(self.start.step, run.config.train.steps, why_not)
             local = LocalCandidates(files, start_id, steps)
         return Candidates(self, step, corpus, new_state, local)
 

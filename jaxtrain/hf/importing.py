@@ -25,7 +25,7 @@ from jaxtrain.checkpoint.regions import StoredArray, cut_piece, piece_shape, sto
 from jaxtrain.checkpoint.restoring import expected_arrays
 from jaxtrain.checkpoint.steps import ANCHOR, PARAMETERS
 from jaxtrain.checkpoint.storage import HostArray, Views, nested, on_devices
-from jaxtrain.config import Config
+from jaxtrain.config import FilledConfig, ResolvedConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.hf import source_files
@@ -109,9 +109,9 @@ class PublishedWeights:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def open_weights(published: Published, config: Config) -> PublishedWeights:
-    """The tensors of a published model, whose names, shapes and types are those of a resolved
-    config's model; no number is read.
+def open_weights(published: Published, config: FilledConfig) -> PublishedWeights:
+    """The tensors of a published model, whose names, shapes and types are those of a config's
+    model; no number is read.
 
     Raises HfError, which names file and tensor, for a file that is missing or damaged, a tensor
     that is missing or that no parameter is for, and for a wrong shape or type.
@@ -148,9 +148,9 @@ def open_weights(published: Published, config: Config) -> PublishedWeights:
     return weights
 
 
-def open_together(config: Config) -> PublishedWeights:
-    """The tensors of `train.init_from`, for a resolved config; every process must call this, and
-    opens them. Raises HfError as `open_weights` in all of them."""
+def open_together(config: ResolvedConfig) -> PublishedWeights:
+    """The tensors of `train.init_from`; every process must call this, and opens them. Raises
+    HfError as `open_weights` in all of them."""
     return cluster.in_all(
         lambda: open_weights(read_published(pathlib.Path(config.train.init_from)), config), HfError
     )

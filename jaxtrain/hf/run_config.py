@@ -38,7 +38,7 @@ class Origin:
     """The settings that a run takes from the model that it starts from.
 
     folder: of the published model; place: the file that has the settings
-    model: not resolved; tokenizer: a path, "" if there is none; notes: lines for people
+    tokenizer: a path, "" if there is none; notes: lines for people
     """
 
     folder: pathlib.Path
@@ -196,7 +196,7 @@ def started_from(
     if config.model.mtp_depth == 0:  # the modules may be left out
         model = dataclasses.replace(model, mtp_depth=0)
     if setting := _contradiction(config.model, model):
-        name, value = f"model.{setting}", getattr(Config(model=model).resolve().model, setting)
+        name, value = f"model.{setting}", getattr(Config(model=model).fill().model, setting)
         raise ConfigError(
             name,
             getattr(config.model, setting),

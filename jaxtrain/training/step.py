@@ -17,12 +17,12 @@ from jax.stages import Compiled, Lowered, Wrapped
 from jax.typing import ArrayLike
 
 from jaxtrain.config import (
-    Config,
     ConfigError,
     DataConfig,
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
+    ResolvedConfig,
 )
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
@@ -250,15 +250,15 @@ def make_layout(
     )
 
 
-def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
-    """The step of a resolved config on a mesh; nothing is compiled yet.
+def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) -> Step:
+    """The step of a config on a mesh; nothing is compiled yet.
 
     setup: the config's tables, built now if not given.
 
     Raises ConfigError for a schedule that does not fit, and for devices that cannot use the host's
     memory.
     """
-    _check_host_memory(config, mesh)
+    _check_host_memory(config.parallel, config.pipeline.save, mesh)
     setup = setup or make_setup(config)
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     steps, skips = config.train.steps, config.train.on_nonfinite != "stop"
@@ -550,10 +550,9 @@ def _finish(
     return finish
 
 
-def _check_host_memory(config: Config, mesh: Mesh) -> None:
+def _check_host_memory(parallel: ParallelConfig, save: Sequence[str], mesh: Mesh) -> None:
     """Raises ConfigError if `parallel.offload` or `pipeline.save` needs the host's memory and
-    devices cannot use it."""
-    parallel, save = config.parallel, config.pipeline.save
+    devices cannot use it. save: `pipeline.save`"""
     if not (has := host_memory.missing(mesh)):
         return
     device = mesh.devices.flat[0].device_kind

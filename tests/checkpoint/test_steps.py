@@ -35,7 +35,7 @@ SHAPES = {"params/embed/table": (13, 8), "params/layers/mlp/w": (7, 8, 16), "ste
 def meta_of(step: int) -> dict:
     tokenizer = {"kind": "bytes"}
     meta = {
-        "config": configs.to_dict(configs.Config().resolve()),
+        "config": configs.to_dict(configs.Config().to_store()),
         "step": step,
         "checksum": "12" * 32,
         "tokenizer": tokenizer,

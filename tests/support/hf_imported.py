@@ -127,7 +127,7 @@ def complete(
 def restored(workdir: pathlib.Path) -> tuple[Config, ParameterLayout, dict]:
     """A run's resolved config, and the layout and parameters of its checkpoint of step 0."""
     checkpoints = workdir / "checkpoints"
-    config = Meta.from_json(read_meta(checkpoints, 0)).stored_config().resolve()
+    config = Meta.from_json(read_meta(checkpoints, 0)).stored_config()
     config = replace(config, {"precision.compute": "float32"})
     layout, params = load_parameters(
         checkpoints, 0, config.model, config.precision, independent_replicas=False

@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, kernels
+from jaxtrain.config import Config, ConfigError, MeshedConfig, kernels
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.recipes import recipe_text
@@ -210,16 +210,16 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
     space, tokens = _space(config, recipe, flags, kind), flags.tokens or None
     if flags.layout:
-        config = _laid_out(space, flags.layout)
-        plans = [exactly(predict(config.resolve(), space.hardware, flags.assume, tokens))]
+        laid_out = _laid_out(space, flags.layout)
+        plans = [exactly(predict(laid_out.resolve(), space.hardware, flags.assume, tokens))]
     elif flags.refused:
         check_fits(_with_devices(space))
         return Output([])
     else:
         plans = best_plans(_with_devices(space), tokens)
-        config = layout_search.laid_out(space, plans[0].work.layout)
+        laid_out = layout_search.laid_out(space, plans[0].work.layout)
     best, cells = plans[0], table(plans)
-    figures = _with_notes(best.figures(), space.config, config, kind)
+    figures = _with_notes(best.figures(), space.config, laid_out, kind)
     caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
     lines = lambda: explained(best, flags.price, flags.kwh_price)
     pictures = {
@@ -236,7 +236,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     }
     compared = [*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else []
     devices, text = f"{best.work.layout.devices:,} × {kind.name}", lambda: [*compared, *lines()]
-    return _output(flags, config, recipe, kind, devices, caution, figures, text, pictures)
+    return _output(flags, laid_out, recipe, kind, devices, caution, figures, text, pictures)
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
@@ -294,12 +294,12 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
 
 
 def _with_notes(
-    figures: Mapping[str, Any], given: Config, config: Config, kind: Hardware
+    figures: Mapping[str, Any], given: Config, config: MeshedConfig, kind: Hardware
 ) -> Mapping[str, Any]:
     """The figures of a plan, with a note for each setting that has no use in its config, and for
     names in `pipeline.save` that do not go with its recomputation.
 
-    given, config: as the flags have it, and as the layout has changed it; not resolved
+    given, config: as the flags have it, and as the layout has changed it
     """
     left_out = (
         f"pipeline.save={cfg.value_text(given.pipeline.save)} does not go with "
@@ -329,7 +329,7 @@ def _output(
     """The output of a plan: its figures or its lines, its command, and the requested files. The
     command and the recipe have steps for --tokens, and placeholders for what only the user knows.
 
-    config:  of the plan, to be trained; not resolved
+    config:  of the plan, to be trained
     kind:    of the devices; of groups the first one's
     caution: how the command does not do what was planned, to be read after "to train it"
     pictures: by their flag: makes the file from a title and the lines of the command
@@ -438,8 +438,8 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
     return Space(config, recipe, with_allocator(kind, flags.assume), flags.devices, flags.assume)
 
 
-def _laid_out(space: Space, text: str) -> Config:
-    """The config with the layout of --layout, not resolved. Raises UsageError or ConfigError."""
+def _laid_out(space: Space, text: str) -> MeshedConfig:
+    """The config with the layout of --layout. Raises UsageError or ConfigError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
@@ -473,7 +473,7 @@ def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
     """The name of what is planned: the recipe's, the number of parameters, and the flags that
     change the model, its numbers or the batch."""
     name = os.path.basename(flags.config).removesuffix(".py")
-    count = model_of(config.resolve().model, config.data.sequence_length).parameters()
+    count = model_of(config.fill().model, config.data.sequence_length).parameters()
     changed = [
         f"{path}={cfg.value_text(cfg.get(config, path))}"
         for path in cfg.fields()

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.step.step_model import hardware_at_hand, unfollowed
@@ -68,8 +68,8 @@ class PlanAtHand:
         ]
 
 
-def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
-    """The plan of a resolved config whose mesh is known. Raises HardwareError.
+def plan_at_hand(config: ResolvedConfig, device_kind: str) -> PlanAtHand:
+    """The plan of a config. Raises HardwareError.
 
     device_kind: jax's name of the devices, which count unless `train.hardware` names others
     """
