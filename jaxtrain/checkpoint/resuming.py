@@ -131,8 +131,8 @@ class CheckpointFolder:
             )
             cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
         if choice.step is not None:
-            # A shared folder that is mounted twice, or a host's own folder of the same name, would
-            # give each process another step of the same number.
+            # Hosts can have different folders under one path, each with a step of this number; a
+            # state that is put together from both would be none.
             read = functools.partial(read_meta, self.directory, choice.step)
             digest = hashlib.sha256(repr(cluster.in_all(read, CheckpointError)).encode())
             cluster.agree({f"checkpoint {choice.step} ": digest.hexdigest()[:12]})
