@@ -44,7 +44,7 @@ def test_settings_that_say_the_same_or_are_free(published):
     )
     assert (config.model.width, config.model.loss_chunk, config.data.batch_size) == (16, 64, 8)
     # resolved, as the config.json of a run has them
-    resolved = config.resolve()
+    resolved = config.fill().as_read()
     assert config_of(published, resolved) == resolved
     assert config_of(published, replace(Config(), {"model.init_std": 0.5})).model.init_std == 0.5
 
