@@ -37,7 +37,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from jaxtrain.config import OptimizerConfig, PrecisionConfig, ResolvedModel
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.devices import cluster, host_memory
@@ -159,12 +159,12 @@ class ParameterLayout:
     @classmethod
     def unstaged(
         cls,
-        model: ModelConfig,
+        model: ResolvedModel,
         mesh: Mesh,
         precision: PrecisionConfig,
         independent_replicas: bool = False,
     ) -> "ParameterLayout":
-        """The layout of a resolved config's model on a mesh with one stage, without ZeRO."""
+        """The layout of a model on a mesh with one stage, without ZeRO."""
         parts, placement = build(model, mesh.shape[MODEL]), Placement(model.layers)
         return cls(parts, placement, mesh, 0, precision, independent_replicas)
 
