@@ -19,10 +19,10 @@ from jax.typing import ArrayLike
 from jaxtrain.config import (
     ConfigError,
     DataConfig,
-    ModelConfig,
     ParallelConfig,
     PrecisionConfig,
     ResolvedConfig,
+    ResolvedModel,
 )
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
@@ -215,13 +215,13 @@ class Step:
 def make_layout(
     setup: Setup,
     mesh: Mesh,
-    model: ModelConfig,
+    model: ResolvedModel,
     parallel: ParallelConfig,
     precision: PrecisionConfig,
     batch_size: int,
     independent_replicas: bool,
 ) -> ParameterLayout:
-    """The layout of a resolved model's parameters on a mesh, which may be abstract.
+    """The layout of a model's parameters on a mesh, which may be abstract.
 
     batch_size: sequences in a step, of all replicas together
     """
