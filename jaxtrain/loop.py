@@ -49,14 +49,16 @@ from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.start_lines import as_compiled, introduction
 from jaxtrain.training import stored_op_times
+from jaxtrain.training.compiled_step import Programs, start_compiling
 from jaxtrain.training.evaluation import Evaluation
+from jaxtrain.training.one_step import StepMetrics
 from jaxtrain.training.parameter_checks import Copies
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import TrainState, initial_state
-from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start_compiling
+from jaxtrain.training.step import Step, make_step
 
 SAMPLE_TEMPERATURE = 0.8
 

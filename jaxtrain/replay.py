@@ -35,7 +35,8 @@ from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.start_lines import introduction
-from jaxtrain.training.step import make_step, start_compiling
+from jaxtrain.training.compiled_step import start_compiling
+from jaxtrain.training.step import make_step
 from jaxtrain.training.update.optimizer import learning_rate
 
 FIGURES = {name: metric.title for name, metric in METRICS.items() if metric.replayed}

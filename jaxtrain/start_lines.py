@@ -13,8 +13,9 @@ from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.planner.for_training import plan_at_hand
+from jaxtrain.training.compiled_step import compiled_memory
 from jaxtrain.training.state import bytes_on_disk, bytes_per_device
-from jaxtrain.training.step import Step, compiled_memory
+from jaxtrain.training.step import Step
 
 
 def mebibytes(n: float) -> str:
