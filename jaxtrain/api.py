@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # these import jax, or take long
 
     from jaxtrain.data.loader import Batch
     from jaxtrain.planner.search.predict import Prediction
+    from jaxtrain.training.one_step import StepMetrics
     from jaxtrain.training.state import TrainState
-    from jaxtrain.training.step import StepMetrics
 
 Recipe = Config | str | os.PathLike[str]
 Changes = Mapping[str, Any]
@@ -161,6 +161,7 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
     from jaxtrain.hf import importing
     from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run
     from jaxtrain.training import step as steps
+    from jaxtrain.training.compiled_step import start_compiling
     from jaxtrain.training.state import initial_state
 
     environment = Environment(
@@ -175,7 +176,7 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
     mesh = make_mesh(sizes_of(settings.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
         step = steps.make_step(settings, mesh, run.setup)
-        programs = steps.start_compiling(step, executor).result()
+        programs = start_compiling(step, executor).result()
     data, _ = make_loaders(corpus, settings.data, step.abstract_batch["tokens"], 1, 0)
 
     def first_state() -> "TrainState":

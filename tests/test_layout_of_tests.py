@@ -78,6 +78,8 @@ GROUPED = {
     "training/stored_op_times.py": "training/test_measured_op_times.py",
     "training/initial_values.py": "training/test_state.py",
     "training/parameter_layout.py": "training/test_state.py",
+    "training/compiled_step.py": "training/test_streamed_update.py",
+    "training/one_step.py": "training/test_variants.py",
     "training/step.py": "training/test_variants.py",
     "runtime/equations.py": "runtime/test_backward_split.py",
 }
