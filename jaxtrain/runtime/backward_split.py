@@ -517,3 +517,24 @@ class LayerSplit:
         pack = lambda values: (jax.tree.unflatten(self._tree, values[1:]), values[0])
         outputs = [self._dx, *self._dp]
         return self._op(LayerOp.BACKWARD, params, extra, values, outputs, pack).run()
+
+
+class RecomputedLayer:
+    """A layer whose backward runs it once more from its input, the one residual: full remat on one
+    stage. It has the methods of a LayerSplit that forward and backward at once need.
+
+    on_host: the input lies in the host's memory
+    """
+
+    def __init__(self, layer: Callable, params, x: jax.ShapeDtypeStruct, on_host: bool = False):
+        self.layer, self.residuals, self.on_host = layer, x, on_host
+        self._reads = jax.tree.map(lambda _: True, params)
+
+    def reads(self, op: LayerOp) -> Any:
+        return self._reads
+
+    def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, jax.Array]:
+        return self.layer(params, x, extra), x
+
+    def gradients(self, params, extra, x: jax.Array, g: jax.Array) -> tuple[Any, jax.Array]:
+        return fp8.vjp(lambda p, x: self.layer(p, x, extra), params, x)[1](g)

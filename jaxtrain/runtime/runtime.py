@@ -47,9 +47,10 @@ from jaxtrain.parallel.zero import (
     shard_shape,
     unsharded_shape,
 )
-from jaxtrain.runtime.backward_split import LayerSplit
+from jaxtrain.runtime.backward_split import LayerSplit, RecomputedLayer
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
-from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
+from jaxtrain.runtime.layer_loops import LayerCollectives, LayerRange
+from jaxtrain.runtime.layer_stack import LayerStack, empty_pool
 from jaxtrain.runtime.saved_bytes import (
     RuntimeLayer,
     as_used,
@@ -484,8 +485,7 @@ class Runtime:
             self.placement,
             unit,
             lax.axis_index(STAGE),
-            self.zero,
-            self._reductions.layers[str(unit)],
+            LayerCollectives(self.zero, self._reductions.layers[str(unit)]),
             self._extra_of_layer if self.parts.cfg.nope_layers else None,
         )
         tick: Callable[[TickState, TickColumns], TickState]

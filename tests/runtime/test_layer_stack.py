@@ -8,8 +8,9 @@ import pytest
 from support import small
 from support.small import normal
 
-from jaxtrain.runtime.backward_split import LayerSplit
-from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
+from jaxtrain.runtime.backward_split import LayerSplit, RecomputedLayer
+from jaxtrain.runtime.layer_loops import LayerRange
+from jaxtrain.runtime.layer_stack import LayerStack, empty_pool
 from jaxtrain.runtime.tick_state import Pools
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import TickSlots
