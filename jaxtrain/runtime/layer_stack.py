@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtrain.devices import host_memory
 from jaxtrain.parallel.attention.heads import as_written
 from jaxtrain.runtime.backward_split import LayerOp, Residuals
-from jaxtrain.runtime.interleave import OpInParts, side_by_side
+from jaxtrain.runtime.interleave import TracedOp, side_by_side
 from jaxtrain.runtime.layer_loops import (
     LayerBody,
     LayerCollectives,
@@ -308,7 +308,7 @@ class LayerStack:
         has left. Layers with messages go by twos, so that messages of one travel while the other
         computes."""
 
-        def recompute(layers: LayerRange, i: Number, p) -> OpInParts:
+        def recompute(layers: LayerRange, i: Number, p) -> TracedOp:
             x = self.slots(layers, i, slots).layer_input(pools)
             return layers.split.recompute(p, x, self.extra(extra, i))
 

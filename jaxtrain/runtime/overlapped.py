@@ -23,7 +23,7 @@ import jax
 from jax import lax
 
 from jaxtrain.runtime.backward_split import LayerOp, Residuals
-from jaxtrain.runtime.interleave import OpInParts, side_by_side
+from jaxtrain.runtime.interleave import TracedOp, side_by_side
 from jaxtrain.runtime.layer_loops import LayerRange, Number, RangeBounds, larger, run_trips, smaller
 from jaxtrain.runtime.layer_stack import LayerSlots, LayerStack, pools_of
 from jaxtrain.runtime.tick_state import Pools, merged
@@ -54,7 +54,7 @@ class Forward:
     extra: Any
     slots: TickSlots
 
-    def layer(self, layers: LayerRange, i: Number, x: jax.Array) -> OpInParts:
+    def layer(self, layers: LayerRange, i: Number, x: jax.Array) -> TracedOp:
         """Layer i, from its input x. Its result: (its output, its residuals or None)."""
         op = LayerOp.WHOLE if self.op == "F" else LayerOp.FORWARD
         p = self.stack.parameters(self.params, i, op)
@@ -85,7 +85,7 @@ class Backward:
     slots: TickSlots
     g: jax.Array
 
-    def layer(self, layers: LayerRange, i: Number, residuals: Residuals, g: jax.Array) -> OpInParts:
+    def layer(self, layers: LayerRange, i: Number, residuals: Residuals, g: jax.Array) -> TracedOp:
         """Layer i, from the gradient g of its output. Its result: (the gradient of its input, its
         weight stash)."""
         p = self.stack.parameters(self.params, i, LayerOp.INPUT_GRADIENT)
