@@ -38,6 +38,7 @@ from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.fp8 import Fp8
 from jaxtrain.parallel.zero import Zero, gather
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead, positions_and_segments
+from jaxtrain.runtime.layer_loops import LayerCollectives
 from jaxtrain.runtime.layer_stack import LayerStack
 from jaxtrain.runtime.saved_bytes import RuntimeLayer, examples, in_manual_region
 from jaxtrain.runtime.state_plan import ParameterPlan, SlotBytes, UnitPlan, buffer_names, empty
@@ -411,8 +412,7 @@ class Runtime:
             self.placement,
             unit,
             lax.axis_index(STAGE),
-            self.zero,
-            reductions.layers[str(unit)],
+            LayerCollectives(self.zero, reductions.layers[str(unit)]),
             self._extra_of_layer if self.parts.cfg.nope_layers else None,
         )
         if self._ticks is None:

@@ -25,7 +25,8 @@ from jax import lax
 from jaxtrain.devices.host_memory import read_at, write_at
 from jaxtrain.devices.mesh import STAGE, on_tpu
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, positions_and_segments
-from jaxtrain.runtime.layer_stack import Forward, LayerStack
+from jaxtrain.runtime.layer_stack import LayerStack
+from jaxtrain.runtime.overlapped import Backward, Forward, forward_and_input_gradient
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged, only
 from jaxtrain.runtime.updates import Updates
 from jaxtrain.schedule.columns import (
@@ -491,21 +492,21 @@ class Tick:
         """The state after F (or K) of a unit and B of one, of two microbatches."""
         extra = functools.partial(positions_and_segments, constants.batch)
         forward = Forward(
+            stack,
             op,
             constants.params.layers[stack.unit],
             read_at(state.pools.activation, columns.slots.activation),
             extra(columns.microbatch),
             columns.slots,
         )
-        y, g, pools = stack.forward_and_input_gradient(
-            forward,
+        backward = Backward(
             b_stack,
             constants.params.layers[b_stack.unit],
             extra(columns.b_microbatch),
-            state.pools,
             columns.slots.of_overlapped_b(),
             read_at(state.pools.gradient, columns.slots.gradient),
         )
+        y, g, pools = forward_and_input_gradient(forward, backward, state.pools)
         output, input_gradient = (
             self.ticks.result_buffers[kind, int(unit)]
             for kind, unit in ((Op.F, stack.unit), (Op.B, b_stack.unit))

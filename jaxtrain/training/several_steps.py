@@ -169,8 +169,8 @@ def train_several(together: StepsTogether) -> Train:
         tries = (alone == 0).astype(jnp.int32)
         after, metrics, accepted = lax.fori_loop(0, tries, speculate, begin)
 
-        # The ordinary step, from the state after the last accepted one on. When all were accepted, which
-        # is the rule, this loop has no trip.
+        # The ordinary step, from the state after the last accepted one on. Where all were accepted,
+        # which is the rule, this loop has no trip.
         def step_alone(i, carry):
             before, metrics = carry
             batch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
