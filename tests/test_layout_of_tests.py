@@ -69,6 +69,7 @@ GROUPED = {
     "runtime/embedding_and_head.py": "runtime/test_predictions.py",
     "runtime/runtime.py": "runtime/test_program.py",
     "runtime/saved_bytes.py": "planner/step/test_saved.py",
+    "runtime/tick_ops.py": "runtime/test_tick.py",
     "schedule/__main__.py": "test_show_schedule.py",
     "schedule/by_name.py": "schedule/test_orders.py",
     "schedule/clocks.py": "schedule/test_simulate.py",
