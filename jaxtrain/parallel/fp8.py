@@ -44,7 +44,8 @@ BITS = jnp.dtype("uint8")
 # of a tensor's largest |x|: scales and their products are then normal float32 numbers
 SMALLEST = 2.0**-50
 
-Dims = tuple[Sequence[int], Sequence[int]]
+# the dimensions of each operand over which a product sums, as for lax.dot_general
+ContractedDims = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Quantized:
         x = gather(x)
         return quantized(x, self.use, gradient), x
 
-    def dot(self, other: "Quantized", contracted: Dims) -> jax.Array:
+    def dot(self, other: "Quantized", contracted: ContractedDims) -> jax.Array:
         """The product of the compute type that contracts these dimensions of each."""
         x, y = multiplicable(self, other)
         dims, compute = (contracted, ((), ())), self.use.compute
@@ -235,7 +236,7 @@ def rescaled(product: jax.Array, a: Quantized, b: Quantized) -> jax.Array:
     return (product.astype(jnp.float32) * (a.scale * b.scale)).astype(a.use.compute)
 
 
-def dot(a, b, contracted: Dims) -> jax.Array:
+def dot(a, b, contracted: ContractedDims) -> jax.Array:
     """The product of two arrays, or of two quantized tensors (of the compute type), that contracts
     these dimensions of each."""
     if not isinstance(a, Quantized):

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.kernels import multiplies_blocks
 from jaxtrain.config.sizes import MX_BLOCK
-from jaxtrain.parallel.fp8 import BITS, FORWARD, Dims, Fp8, Quantized
+from jaxtrain.parallel.fp8 import BITS, FORWARD, ContractedDims, Fp8, Quantized
 from jaxtrain.parallel.target_device import target_device
 
 SCALES = jnp.dtype(jnp.float8_e8m0fnu)
@@ -91,7 +91,7 @@ class Blocks(Quantized):
             return rounded(x, LAST), rounded(x, TOKENS)
         return gather(rounded(x, LAST)), gather(rounded(x, TOKENS))
 
-    def dot(self, other: Quantized, contracted: Dims) -> jax.Array:
+    def dot(self, other: Quantized, contracted: ContractedDims) -> jax.Array:
         """The product of two matrices of the compute type, which contracts one dimension of each:
         that along which their blocks lie."""
         assert isinstance(other, Blocks)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.devices.mesh import MODEL, over_model, psum_scatter
 from jaxtrain.devices.sharding import is_split, shards
 from jaxtrain.parallel import collective_matmul as ring
-from jaxtrain.parallel.fp8 import Dims, Quantized, bare, dot, mapped, operands, split_by
+from jaxtrain.parallel.fp8 import ContractedDims, Quantized, bare, dot, mapped, operands, split_by
 
 TOKENS = P(None, MODEL)  # [batch, token, …] between blocks
 COLUMNS = P(None, None, MODEL)  # [batch, token, columns] inside a block
@@ -134,7 +134,7 @@ def _joined(xs: Sequence, weights: Sequence, dim: int) -> tuple[Sequence, Sequen
     return [jnp.concatenate(xs, -1)], [jnp.concatenate(weights, dim)]
 
 
-def products_of_parts(a, b, contracted: Dims, split: int) -> jax.Array:
+def products_of_parts(a, b, contracted: ContractedDims, split: int) -> jax.Array:
     """The product of two quantized matrices on each device of `model`, as one equation. split: the
     dimension of the result that is split, as is the operand that it comes from."""
     operands, columns = bare((a, b)), P(None, MODEL)

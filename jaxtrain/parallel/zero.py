@@ -110,30 +110,51 @@ class Reduction:
         return self.dim + ndim - (len(self.unsharded) - self.lead)
 
 
+@dataclasses.dataclass(frozen=True)
+class ParameterArray:
+    """A parameter's array on all devices.
+
+    axes:   the logical axis of each dimension
+    shape:  its sizes
+    lead:   the number of leading dimensions (stage, layer), which are not sharded
+    counts: its gradient is a number of tokens
+    """
+
+    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    lead: int = 0
+    counts: bool = False
+
+
 def reduction_of(
-    axes: tuple[str | None, ...],
-    shape: tuple[int, ...],
-    lead: int,
+    array: ParameterArray,
     mesh: Mesh,
     zero: int,
     sum_axes: tuple[str, ...] = SUM_AXES,
-    counts: bool = False,
     shard_axes: tuple[str, ...] = (DATA,),
 ) -> Reduction:
-    """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, over
-    `sum_axes`, and over `stage` where all stages hold it. The `lead` leading dimensions (stage,
-    layer) are not sharded. A gradient none of whose dimensions divides is summed and stays
-    unsharded. shard_axes: those that ZeRO shards over inside a stage, where they hold copies"""
-    unsharded = spec(axes)
-    taken = {name for part in unsharded for name in mesh_axes(part)}
-    copies = tuple(name for name in (*sum_axes, STAGE) if name not in taken)
+    """The reduction of a parameter's gradient. One none of whose dimensions divides is summed and
+    stays unsharded.
+
+    zero: the stage of ZeRO
+    sum_axes: mesh axes whose devices have other tokens; `stage` is added where all stages have the
+        parameter
+    shard_axes: the mesh axes over which ZeRO shards inside a stage
+    """
+    unsharded, lead = spec(array.axes), array.lead
+    # An axis that splits the parameter has other numbers on each device, and nothing to sum.
+    splitting = {name for part in unsharded for name in mesh_axes(part)}
+    copies = tuple(name for name in (*sum_axes, STAGE) if name not in splitting)
     unsplit = [part is None for part in unsharded[lead:]]
     inside = tuple(name for name in shard_axes if name in copies)
-    names: tuple[str, ...] = ()
+    scatter_axes: tuple[str, ...] = ()
     dim = 0
     if zero:
-        names, dim = scattered(shape[lead:], unsplit, inside, STAGE in copies, mesh.shape)
-    sharded = tuple(name for name in names if name in inside)
+        scatter_axes, dim = scattered(
+            array.shape[lead:], unsplit, inside, STAGE in copies, mesh.shape
+        )
+    # Ops gather and scatter inside a stage alone: other stages run other ops at that time.
+    sharded = tuple(name for name in scatter_axes if name in inside)
 
     def split_over(names: tuple[str, ...]) -> PartitionSpec:
         parts = list(unsharded)
@@ -142,15 +163,15 @@ def reduction_of(
         return PartitionSpec(*parts)
 
     return Reduction(
-        tuple(axis for axis in copies if axis not in names),
-        names,
-        sharded,
-        dim,
-        lead,
-        unsharded,
-        split_over(sharded),
-        split_over(names),
-        counts,
+        sum_axes=tuple(axis for axis in copies if axis not in scatter_axes),
+        scatter_axes=scatter_axes,
+        shard_axes=sharded,
+        dim=dim,
+        lead=lead,
+        unsharded=unsharded,
+        sharded=split_over(sharded),
+        storage=split_over(scatter_axes),
+        counts=array.counts,
     )
 
 

@@ -47,7 +47,13 @@ from jaxtrain.devices.state_file import DiskArray, StateFile, is_on_disk
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
-from jaxtrain.parallel.zero import Reduction, Zero, reduction_of, sum_of_squares
+from jaxtrain.parallel.zero import (
+    ParameterArray,
+    Reduction,
+    Zero,
+    reduction_of,
+    sum_of_squares,
+)
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.update.optimizer import Optimizer, parts_of
 
@@ -246,16 +252,9 @@ class ParameterLayout:
         sum_axes = replicas.sum_axes(self.independent_replicas)
 
         def reduction(s: Spec, lead: tuple[int, ...], axes: tuple[str, ...]) -> Reduction:
-            return reduction_of(
-                (*axes, *s.axes),
-                (*lead, *s.padded),
-                len(lead),
-                self.mesh,
-                self.zero,
-                sum_axes,
-                s.counts,
-                SHARD_AXES if self.shards_ends and not lead else (DATA,),
-            )
+            array = ParameterArray((*axes, *s.axes), (*lead, *s.padded), len(lead), s.counts)
+            shard_axes = SHARD_AXES if self.shards_ends and not lead else (DATA,)
+            return reduction_of(array, self.mesh, self.zero, sum_axes, shard_axes)
 
         return self._map(reduction)
 

@@ -8,6 +8,7 @@ keys, by exchanging tokens for heads (ulysses) or around a ring (parallel/attent
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -118,34 +119,46 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """The settings of a config that choose how attention is computed.
+
+    context:  parallel.context, the collectives for sequences that `context` splits
+    kernel:   model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
+              program is traced for
+    backward: model.attention_backward
+    """
+
+    context: str = "all_gather"
+    kernel: str = "auto"
+    backward: str = "auto"
+
+
 @functools.partial(jax.named_call, name=SCOPE)
 def attend_causal(
-    q, k, v, segments_BT, way: str, requested: str, backward: str = "auto"
+    q, k, v, segments_BT, settings: AttentionSettings = AttentionSettings()
 ) -> jax.Array:
     """Causal self-attention of complete sequences → [B, T, N, H of v], also where `context` splits
     them. q, k, v [B, T, heads, size of a head] are of this device's tokens.
 
     segments_BT: int32, the document of each token, which sees no token of another document; None: a
         sequence is one document
-    way:       parallel.context, the collectives for sequences that `context` splits
-    requested: model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
-        program is traced for
-    backward:  model.attention_backward
     """
-    parts = context.size()
-    in_pieces = parts > 1 and way != "ulysses"
+    parts, way = context.size(), settings.context
+    # By ulysses a device has complete sequences, of some heads; else two chunks of each.
+    in_chunks = parts > 1 and way != "ulysses"
     case = AttentionCase(
         target_device(),
         bits=8 * q.dtype.itemsize,
         key_size=q.shape[-1],
         value_size=v.shape[-1],
-        queries=q.shape[1] // 2 if in_pieces else q.shape[1] * parts,
+        queries=q.shape[1] // 2 if in_chunks else q.shape[1] * parts,
         keys=q.shape[1] * parts,
         documents=segments_BT is not None,
-        context=way if in_pieces else "",
+        context=way if in_chunks else "",
     )
-    chosen = attention_kernel(case, requested).kernel
-    kernel = _flash_kernel(chosen, q.shape, case, backward)
+    chosen = attention_kernel(case, settings.kernel).kernel
+    kernel = _flash_kernel(chosen, q.shape, case, settings.backward)
     unsplit = functools.partial(_attend_unsplit, kernel, chosen)
     if parts == 1:
         return unsplit(q, k, v, segments_BT)
