@@ -365,7 +365,9 @@ class CompiledUpdate:
         squares: Any
         new_counts, squares = counts, np.float32(0) if self._update.layout.masters else None
         settings = self._update.settings
-        passes = enumerate(zip(self._update.passes, self._stream.groups(), strict=True))
+        # Strict: only then does zip ask for a group after the last one, which ends the pass
+        # (StateStream.one_pass).
+        passes = enumerate(zip(self._update.passes, self._stream.one_pass(), strict=True))
         for number, ((group, blocks), (_, buffer)) in passes:
             results, parts, new_counts, squares = self._programs[group](
                 [values[i] for i in group.indices],
