@@ -31,7 +31,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxtrain.schedule.slots import MESSAGES, Array, SlottedTable, TickSlots
+from jaxtrain.schedule.slots import MESSAGES, Column, SlottedTable, TickSlots
 from jaxtrain.schedule.table import Op, Permute, Table, directions
 from jaxtrain.schedule.transport import waiting
 
@@ -129,17 +129,17 @@ class TickColumns:
     microbatch, there is nothing but `microbatch`.
     """
 
-    microbatch: Array
-    b_microbatch: Array = None
-    embed_microbatch: Array = None
-    head_microbatch: Array = None
-    embed_gradient_microbatch: Array = None
-    update_step: Array = None
-    update_ends_step: Array = None
-    checked_step: Array = None
-    busy: Array = None
-    last_weights: Array = None
-    runs: dict[str, Array] = dataclasses.field(default_factory=dict)
+    microbatch: Column
+    b_microbatch: Column = None
+    embed_microbatch: Column = None
+    head_microbatch: Column = None
+    embed_gradient_microbatch: Column = None
+    update_step: Column = None
+    update_ends_step: Column = None
+    checked_step: Column = None
+    busy: Column = None
+    last_weights: Column = None
+    runs: dict[str, Column] = dataclasses.field(default_factory=dict)
     slots: TickSlots = TickSlots()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.clocks import NAMES, Timeline
+from jaxtrain.schedule.clocks.times import NAMES, Timeline
 from jaxtrain.schedule.table import Op, Permute, Table, local_unit_of, units_of
 
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255

@@ -33,15 +33,17 @@ from typing import NoReturn
 
 import numpy as np
 
-from jaxtrain.schedule.orders import Orders, Task
+from jaxtrain.schedule.orders.stage_orders import Orders, Task
 from jaxtrain.schedule.table import (
+    CellGrid,
     Op,
     Permute,
+    ScheduleError,
     Table,
     TableError,
     TableShape,
     cell_name,
-    from_arrays,
+    from_grid,
     message_ways,
 )
 from jaxtrain.schedule.transport import NEVER, delays, read_after
@@ -201,28 +203,18 @@ class Tasks:
     def table(self, packed: "Packed") -> Table:
         """The table of tasks in their ticks."""
         shape = self.shape
-        size = (len(packed.permutes), shape.stages)
-        op = np.full(size, Op.IDLE, np.int32)
-        unit, microbatch = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+        grid = CellGrid.idle(len(packed.permutes), shape.stages)
         stages = np.repeat(np.arange(shape.stages), self.end - self.begin + 1)
+        # A joined F is followed by its B, which goes into the same cell, as its overlapped B.
         is_joined_b = np.append(False, self.joined[:-1])
         tasks = np.flatnonzero((self.op != Op.IDLE) & ~is_joined_b)
         cells = packed.tick[tasks], stages[tasks]
-        for array, values in ((op, self.op), (unit, self.unit), (microbatch, self.microbatch)):
-            array[cells] = values[tasks]
-        b_unit, b_microbatch = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+        grid.op[cells], grid.unit[cells] = self.op[tasks], self.unit[tasks]
+        grid.microbatch[cells] = self.microbatch[tasks]
         tasks = np.flatnonzero(is_joined_b)
         cells = packed.tick[tasks], stages[tasks]
-        b_unit[cells], b_microbatch[cells] = self.unit[tasks], self.microbatch[tasks]
-        return from_arrays(
-            shape,
-            op,
-            unit,
-            microbatch,
-            permute=packed.permutes,
-            b_unit=b_unit,
-            b_microbatch=b_microbatch,
-        )
+        grid.b_unit[cells], grid.b_microbatch[cells] = self.unit[tasks], self.microbatch[tasks]
+        return from_grid(shape, grid, permute=packed.permutes)
 
     def refuse_endless(self, tick: int, waiting: np.ndarray) -> NoReturn:
         """Raises TableError, because no message ever comes for the tasks that wait in a tick.
@@ -254,11 +246,11 @@ class Packed:
 
 def pack_into_ticks(tasks: Tasks, packing: str) -> Table:
     """The table of tasks, packed by one of PACKINGS. Raises TableError for an order that can never
-    finish, and ValueError for overlapped cells in `aligned`."""
+    finish, and ScheduleError for overlapped cells in `aligned`."""
     tasks.forget()
     if packing == "aligned":
         if tasks.joined.any():
-            raise ValueError(f"permute='aligned' takes no overlapped cells: use {IN_ORDER[0]}")
+            raise ScheduleError("permute='aligned' takes no overlapped cells", use=IN_ORDER[0])
         return tasks.table(_pack_aligned(tasks))
     when = Permute.LATE if packing == "late" else Permute.EARLY
     return tasks.table(_pack_in_order(tasks, when, ticks_of_f=2 if packing == "spaced" else 1))

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain.schedule.clocks import Times, coupled_time
+from jaxtrain.schedule.clocks.coupled import coupled_time
+from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.packing import IN_ORDER, Tasks, pack_into_ticks
-from jaxtrain.schedule.table import Table, TableShape, peak_residuals
+from jaxtrain.schedule.residuals import peak_residuals
+from jaxtrain.schedule.table import Table, TableShape
 
 
 def repeated(

@@ -1,4 +1,4 @@
-"""The time and memory of a table, by the two clocks of clocks.py: as numbers, as figures for JSON,
+"""The time and memory of a table, by the two clocks of clocks/: as numbers, as figures for JSON,
 and as text. No JAX here."""
 
 import dataclasses
@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.clocks import Timeline, Times, coupled, independent
+from jaxtrain.schedule.clocks.coupled import coupled
+from jaxtrain.schedule.clocks.independent import independent
+from jaxtrain.schedule.clocks.times import Timeline, Times
+from jaxtrain.schedule.residuals import peak_residuals
 from jaxtrain.schedule.slots import assign_slots
-from jaxtrain.schedule.table import Permute, Table, peak_residuals
+from jaxtrain.schedule.table import Permute, Table
 
 
 @dataclasses.dataclass(frozen=True)

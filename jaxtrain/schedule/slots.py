@@ -37,7 +37,7 @@ MESSAGES = ("activation", "gradient")  # pools whose values travel
 # pools of the layers that save all, where others are recomputed
 SAVED = ("saved_b", "saved_w", "saved_stash")
 READ_BY_B = ("residual_b", "residual_w", "saved_b", "saved_w")
-Array = Any  # numpy's or JAX's
+Column = Any  # numpy's or JAX's
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,29 +63,29 @@ class TickSlots:
     head_activation, head_gradient: on the last unit's stage, read and filled by the head
     """
 
-    activation: Array = None
-    layer_input: Array = None
-    gradient: Array = None
-    residual_b: Array = None
-    residual_w: Array = None
-    weight_stash: Array = None
-    saved_b: Array = None
-    saved_w: Array = None
-    saved_stash: Array = None
-    b_residual_b: Array = None
-    b_residual_w: Array = None
-    b_saved_b: Array = None
-    b_saved_w: Array = None
-    up_activation: Array = None
-    up_gradient: Array = None
-    down_activation: Array = None
-    down_gradient: Array = None
-    stay_activation: Array = None
-    stay_gradient: Array = None
-    embed_activation: Array = None
-    embedding_gradient: Array = None
-    head_activation: Array = None
-    head_gradient: Array = None
+    activation: Column = None
+    layer_input: Column = None
+    gradient: Column = None
+    residual_b: Column = None
+    residual_w: Column = None
+    weight_stash: Column = None
+    saved_b: Column = None
+    saved_w: Column = None
+    saved_stash: Column = None
+    b_residual_b: Column = None
+    b_residual_w: Column = None
+    b_saved_b: Column = None
+    b_saved_w: Column = None
+    up_activation: Column = None
+    up_gradient: Column = None
+    down_activation: Column = None
+    down_gradient: Column = None
+    stay_activation: Column = None
+    stay_gradient: Column = None
+    embed_activation: Column = None
+    embedding_gradient: Column = None
+    head_activation: Column = None
+    head_gradient: Column = None
 
     def of_overlapped_b(self) -> "TickSlots":
         """The slots for the B of an overlapped cell, under the names that any B reads."""

@@ -33,8 +33,9 @@ slots.py which slot holds a value. by_name.py makes tables, simulate.py times th
 import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import types
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,25 +76,40 @@ class CellArrays(NamedTuple):
     microbatch: np.ndarray
 
 
-class TableError(ValueError):
-    """A fault in a table, at `tick` and `stage` or `column` (−1 and "": nowhere in particular).
+class ScheduleError(ValueError):
+    """A schedule, an order or a table that cannot be made or run; its text is one line.
 
-    rule: the fault and what would be right; each {} in it stands for one of `ticks`, so that a file
-        can name its lines instead
+    problem: what is wrong; use: what would work in its place, "" where the problem names no value
     """
 
+    def __init__(self, problem: str, use: object = ""):
+        self.problem, self.use = problem, str(use)
+        super().__init__(f"{problem}: use {use}" if self.use else problem)
+
+
+class TableError(ScheduleError):
+    """A fault in a table, at `tick` and `stage` or `column` (−1 and "": nowhere in particular).
+
+    rule: the fault; each {} in it stands for one of `ticks`, so that a file can name its lines
+        instead
+    """
+
+    # TableError("F0.1 stands already in {}", 7, 2, ticks=(5,), use="it once") reads
+    # "tick 7, stage 2: F0.1 stands already in tick 5: use it once". A file has "line 9" for tick 5.
     def __init__(
         self,
         rule: str,
         tick: int = -1,
         stage: int = -1,
+        *,
         column: str = "",
         ticks: Sequence[int] = (),
+        use: object = "",
     ):
         place = f"stage {stage}" if stage >= 0 else column
         where = ", ".join(filter(None, (f"tick {tick}" if tick >= 0 else "", place)))
         sentence = rule.format(*(f"tick {number}" for number in ticks)) if ticks else rule
-        super().__init__(f"{where}: {sentence}" if where else sentence)
+        super().__init__(f"{where}: {sentence}" if where else sentence, use)
         self.rule, self.ticks = rule, tuple(ticks)
         self.tick, self.stage, self.column = tick, stage, column
 
@@ -387,85 +403,68 @@ def cell_name(cell: tuple[int, int, int], stage_of: tuple[int, ...]) -> str:
     return f"{Op(op).name}{local_unit_of(stage_of)[unit]}.{microbatch}"
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-# A chunk's input as a fraction of its residuals: in a Llama layer they are some 24 times the input.
-# F saves the input alone where R rebuilds the rest.
-INPUT = 1 / 20
-ROUNDING = 1e-9  # of sums of residuals
-
-
-def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float]:
-    """The most residuals that each stage holds in one tick; 1 is those of one chunk for one
-    microbatch.
-
-    Residuals are held from the tick of F to the tick of B. With `count_weight_stash` they are held
-    to the tick of W, so that the weight stash counts as much as the residuals of B; and of the
-    recomputed layers of a unit F saves the input alone, a twentieth, and R the rest. A unit counts
-    as its fraction of its chunk. Forward-only tables hold none.
-    """
-    if table.forward_only:
-        return [0.0] * table.stages
-    last_reader = Op.W if count_weight_stash else Op.B
-    # what a cell saves or frees; the last column: of idle cells
-    change = np.zeros((len(Op), table.units + 1))
-    for unit, chunk in enumerate(table.chunk_of):
-        part = 1 / table.chunk_of.count(chunk)
-        if count_weight_stash and table.recomputes(unit):
-            rebuilt = part * (1 - INPUT) * table.recomputed[unit]
-            change[Op.F, unit], change[Op.R, unit] = part - rebuilt, rebuilt
-        else:
-            change[Op.F, unit] = part
-        change[last_reader, unit] = -part
-    held = np.cumsum(change[table.op, table.unit], axis=0)
-    if table.overlaps:
-        # An overlapped B frees residuals only after the tick in which its F saves others.
-        freed = change[np.where(table.overlapped, Op.B, Op.IDLE), table.b_unit]
-        held += np.cumsum(freed, axis=0) - freed
-    return [round(peak, 9) for peak in held.max(axis=0, initial=0.0).tolist()]
-
-
 # --- making tables --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CellGrid:
+    """The cells of a table, by tick and stage: int32 [ticks, stages], −1 in idle cells, whose op is
+    0.
+
+    unit, b_unit: in model order
+    b_unit, b_microbatch: the Bs that are overlapped with these cells' Fs; −1 where none is
+    """
+
+    op: np.ndarray
+    unit: np.ndarray
+    microbatch: np.ndarray
+    b_unit: np.ndarray
+    b_microbatch: np.ndarray
+
+    @classmethod
+    def idle(cls, ticks: int, stages: int) -> "CellGrid":
+        """A grid of idle cells, to be filled."""
+        nothing = (np.full((ticks, stages), -1, np.int32) for _ in range(4))
+        return cls(np.full((ticks, stages), Op.IDLE, np.int32), *nothing)
 
 
 def from_cells(
     shape: TableShape,
     cells: Sequence[Sequence[tuple[int, int, int] | None]],
-    **columns: Any,
+    overlapped: Mapping[tuple[int, int], tuple[int, int]] = types.MappingProxyType({}),
+    **columns: Sequence[int],
 ) -> Table:
-    """A table, not checked, of cells by tick and stage; None for idle ones. columns: those of
-    `from_arrays`, and its overlapped Bs."""
-    arrays = np.full((3, len(cells), shape.stages), -1, np.int32)
-    arrays[0] = Op.IDLE
+    """A table, not checked, of cells by tick and stage; None for idle ones.
+
+    overlapped: (tick, stage) → unit and microbatch of the B that is overlapped with the F there
+    columns: those of `from_grid`
+    """
+    grid = CellGrid.idle(len(cells), shape.stages)
     for tick, cells_of_tick in enumerate(cells):
         for stage, cell in enumerate(cells_of_tick):
             if cell is not None:
-                arrays[:, tick, stage] = cell
-    op, unit, microbatch = arrays
-    return from_arrays(shape, op, unit, microbatch, **columns)
+                grid.op[tick, stage], grid.unit[tick, stage], grid.microbatch[tick, stage] = cell
+    for at, (b_unit, b_microbatch) in overlapped.items():
+        grid.b_unit[at], grid.b_microbatch[at] = b_unit, b_microbatch
+    return from_grid(shape, grid, **columns)
 
 
-def from_arrays(
+def from_grid(
     shape: TableShape,
-    op: np.ndarray,
-    unit: np.ndarray,
-    microbatch: np.ndarray,
+    grid: CellGrid,
     *,
     permute: Sequence[int] | None = None,
     head: Sequence[int] | None = None,
     embed: Sequence[int] | None = None,
     embed_gradient: Sequence[int] | None = None,
-    b_unit: np.ndarray | None = None,
-    b_microbatch: np.ndarray | None = None,
 ) -> Table:
-    """A table, not checked, of int32 [ticks, stages] arrays, `unit` in model order; unit and
-    microbatch are −1 in idle cells.
+    """A table, not checked, of these cells.
 
-    b_unit, b_microbatch: int32 [ticks, stages], the overlapped Bs, −1 for none; left out, none
     permute: int [ticks]; left out, late in every tick in which a message that moves is made
     head, embed, embed_gradient: int [ticks]; left out, in the tick of the last unit's F, the first
         unit's F and the first unit's B
     """
+    op, unit, microbatch = grid.op, grid.unit, grid.microbatch
 
     def column(values: Sequence[int] | None, op_of_column: Op, unit_of_column: int) -> np.ndarray:
         if values is not None:
@@ -473,17 +472,16 @@ def from_arrays(
         microbatches = np.full(len(op), -1, np.int32)
         ticks, stages = np.nonzero((op == op_of_column) & (unit == unit_of_column))
         microbatches[ticks] = microbatch[ticks, stages]
-        if op_of_column == Op.B and b_unit is not None and b_microbatch is not None:
-            ticks, stages = np.nonzero(b_unit == unit_of_column)
-            microbatches[ticks] = b_microbatch[ticks, stages]
+        if op_of_column == Op.B:
+            ticks, stages = np.nonzero(grid.b_unit == unit_of_column)
+            microbatches[ticks] = grid.b_microbatch[ticks, stages]
         return microbatches
 
-    if b_unit is None or b_microbatch is None:
-        b_unit, b_microbatch = (np.full_like(op, -1) for _ in range(2))
+    # Units in model order become local ones. The last entry is for idle cells: index −1 is −1.
     local = np.array([*local_unit_of(shape.stage_of), -1], np.int32)
     if permute is None:
         ways = message_ways(shape.stage_of, shape.stages)
-        moves = (ways[op, unit] != 0) | (ways[Op.B, b_unit] != 0)
+        moves = (ways[op, unit] != 0) | (ways[Op.B, grid.b_unit] != 0)
         if shape.forward_only:
             moves &= op == Op.F
         permute = np.where(moves.any(axis=1), Permute.LATE, Permute.NONE).tolist()
@@ -492,8 +490,8 @@ def from_arrays(
         op=op,
         local_unit=local[unit],
         microbatch=microbatch,
-        b_local_unit=local[b_unit],
-        b_microbatch=b_microbatch,
+        b_local_unit=local[grid.b_unit],
+        b_microbatch=grid.b_microbatch,
         permute=np.array(permute, np.int32),
         head=column(head, Op.F, shape.units - 1),
         embed=column(embed, Op.F, 0),

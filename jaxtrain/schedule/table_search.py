@@ -1,6 +1,6 @@
 """`auto`: the best table for given op times under a memory bound.
 
-The search compares, by the coupled clock (clocks.coupled_time),
+The search compares, by the coupled clock (clocks/coupled.py),
     - every named schedule that fits, packed in every way, so that the result is never slower than
       one of them with the same memory;
     - the orders between 1F1B, ZB-H1 and ZB-H2 that use exactly the memory of the bound;
@@ -25,21 +25,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxtrain.schedule import orders as orders_
-from jaxtrain.schedule.clocks import Times
-from jaxtrain.schedule.orders import (
-    PLACEMENTS,
-    SCHEDULES,
-    B,
-    ChunkOrders,
-    F,
-    Orders,
-    W,
-    fits_repeats,
-)
+from jaxtrain.schedule.clocks.times import Times
+from jaxtrain.schedule.orders import SCHEDULES, ChunkOrders, fits_repeats
+from jaxtrain.schedule.orders.stage_orders import B, F, Orders, W, accumulate, between
 from jaxtrain.schedule.packing import IN_ORDER, pack_into_ticks
+from jaxtrain.schedule.placement import PLACEMENTS
+from jaxtrain.schedule.residuals import ROUNDING
 from jaxtrain.schedule.table import (
-    ROUNDING,
+    ScheduleError,
     Table,
     counted,
     directions,
@@ -49,7 +42,8 @@ from jaxtrain.schedule.table import (
 from jaxtrain.schedule.table_spec import Cost, TableSpec, cost, memory_of
 
 ANY_REPEATS = (1, 2)  # what `auto` tries where the number of chunks a stage is left to it
-Report = Callable[[str, float], None]  # is told what is tried next, and the fraction that is done
+# is told which orders are tried next, and the fraction of the search that is done
+ReportProgress = Callable[[str, float], None]
 
 
 class ListRule(NamedTuple):
@@ -71,19 +65,19 @@ RULES = (
 
 
 def silent(what: str, done: float) -> None:
-    """A Report that says nothing."""
+    """A ReportProgress that says nothing."""
 
 
-def part_of(report: Report, begin: float, part: float) -> Report:
-    """A Report on the fraction `part` of some work, after the fraction `begin` of it."""
+def report_share(report: ReportProgress, begin: float, part: float) -> ReportProgress:
+    """A ReportProgress on the fraction `part` of some work, after the fraction `begin` of it."""
     return lambda what, done: report(what, begin + done * part)
 
 
-class MemoryTooSmall(ValueError):
+class MemoryTooSmall(ScheduleError):
     """No table fits into `memory`; one fits into `least`."""
 
     def __init__(self, memory: float, least: float):
-        super().__init__(f"memory={memory:g} is too little for any table found: use {least:g}")
+        super().__init__(f"memory={memory:g} is too little for any table found", use=f"{least:g}")
         self.least = least
 
 
@@ -99,7 +93,7 @@ class OrderCandidate:
     orders: Callable[[], Orders | None]
 
 
-def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
+def search(specs: Sequence[TableSpec], report: ReportProgress = silent) -> Table:
     """The table of least coupled time for any of these specs, whose stages never hold more than
     `memory`.
 
@@ -116,7 +110,7 @@ def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
     total, done = sum(candidate.spec.repeats for candidate in tried), 0
     for candidate in tried:
         spec, name, packings = candidate.spec, candidate.name, candidate.packings
-        progress = part_of(report, done / total, spec.repeats / total)
+        progress = report_share(report, done / total, spec.repeats / total)
         done += spec.repeats
         chunks = f"{counted(spec.repeats, 'chunk')} a stage"
         progress(f"{name}, {chunks}", 0.0)
@@ -149,7 +143,7 @@ def candidates(spec: TableSpec) -> list[OrderCandidate]:
     taken."""
     stages, repeats, microbatches = spec.stages, spec.repeats, spec.microbatches
     if stages == 1:
-        orders = functools.partial(orders_.accumulate, 1, repeats, microbatches)
+        orders = functools.partial(accumulate, 1, repeats, microbatches)
         return [OrderCandidate("accumulate", spec, "circular", spec.packings, orders)]
     listed = []
     for name, known in SCHEDULES.items():
@@ -161,7 +155,7 @@ def candidates(spec: TableSpec) -> list[OrderCandidate]:
     if spec.memory is not None:
         bound = max(1, min(bound, int(spec.memory * repeats + ROUNDING)))
     if repeats == 1:
-        orders = functools.partial(orders_.between, stages, microbatches, bound)
+        orders = functools.partial(between, stages, microbatches, bound)
         listed.append(OrderCandidate("between", spec, "circular", spec.packings, orders))
     return [*listed, *_list_schedules(spec, bound)]
 

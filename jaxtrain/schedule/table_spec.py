@@ -5,10 +5,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxtrain.schedule.clocks import Times, coupled_time
-from jaxtrain.schedule.orders import ChunkOrders, Orders
+from jaxtrain.schedule.clocks.coupled import coupled_time
+from jaxtrain.schedule.clocks.times import Times
+from jaxtrain.schedule.orders import ChunkOrders
+from jaxtrain.schedule.orders.stage_orders import Orders
 from jaxtrain.schedule.packing import IN_ORDER, PACKINGS, Tasks, cut_into_units
-from jaxtrain.schedule.table import Op, Table, TableShape, peak_residuals
+from jaxtrain.schedule.residuals import peak_residuals
+from jaxtrain.schedule.table import Op, ScheduleError, Table, TableShape
 
 # Under full recomputation the last unit has no R, and its F saves the residuals themselves, while
 # at most this many microbatches are between their F and B there; with overlapped cells one, or all
@@ -63,12 +66,12 @@ class TableSpec:
         return (self.permute,)
 
     def tasks(self, chunk_orders: ChunkOrders) -> Tasks:
-        """The tasks of orders of ops on chunks, cut into units, to be packed. Raises ValueError if
-        `units_per_chunk` has not a number for each chunk."""
+        """The tasks of orders of ops on chunks, cut into units, to be packed. Raises ScheduleError
+        unless `units_per_chunk` has a number for each chunk."""
         name, orders = chunk_orders.name, chunk_orders.orders
         chunks = len(chunk_orders.stage_of)
         if self.units_per_chunk is not None and len(self.units_per_chunk) != chunks:
-            raise ValueError(
+            raise ScheduleError(
                 f"units_per_chunk has {len(self.units_per_chunk)} numbers, and {name} has {chunks} "
                 "chunks: give one number for each"
             )

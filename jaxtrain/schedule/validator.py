@@ -3,8 +3,8 @@ and ends. No JAX here."""
 
 import numpy as np
 
+from jaxtrain.schedule.residuals import ROUNDING, peak_residuals
 from jaxtrain.schedule.table import (
-    ROUNDING,
     VOCABULARIES,
     Cell,
     CellArrays,
@@ -14,7 +14,6 @@ from jaxtrain.schedule.table import (
     TableError,
     cell_name,
     message_ways,
-    peak_residuals,
     unit_lookup,
 )
 from jaxtrain.schedule.transport import NEVER, Arrivals, arrivals, buffer_numbers, departures
@@ -33,7 +32,7 @@ def check(table: Table, memory: float | None = None, count_weight_stash: bool = 
         _check_column(table, name)
     permutes = set(table.permute.tolist())
     if permutes - {*Permute}:
-        raise TableError(f"permute holds {sorted(permutes)}: use 0, 1 or 2")
+        raise TableError(f"permute holds {sorted(permutes)}", use="0, 1 or 2")
     _check_order(table)
     _check_steps(table)
     if memory is not None:
@@ -72,7 +71,7 @@ def _check_shape(table: Table) -> None:
     for name, shape in (of_stages | of_ticks).items():
         array = getattr(table, name)
         if array.shape != shape or array.dtype != np.int32:
-            raise TableError(f"{name} is {array.dtype} {array.shape}: use int32 {shape}")
+            raise TableError(f"{name} is {array.dtype} {array.shape}", use=f"int32 {shape}")
 
 
 def _check_cells(table: Table) -> None:
@@ -89,7 +88,7 @@ def _check_cells(table: Table) -> None:
     alone = np.flatnonzero(table.op[b_ticks, b_stages] != Op.F)
     if len(alone):
         tick, stage = int(b_ticks[alone[0]]), int(b_stages[alone[0]])
-        raise TableError("a B is overlapped with a cell that is no F: use an F", tick, stage)
+        raise TableError("a B is overlapped with a cell that is no F", tick, stage, use="an F")
     if len(b_ticks):
         order = np.lexsort((np.concatenate([stages, b_stages]), np.concatenate([ticks, b_ticks])))
         joined = lambda a, b: np.concatenate([a, b])[order]
@@ -129,7 +128,7 @@ def _check_cells(table: Table) -> None:
     if foreign[i]:
         raise TableError(f"{name} does not belong in this table: leave the cell empty", tick, stage)
     earlier = int(ticks[equal_before[i]])
-    raise TableError(f"{name} stands already in {{}}: use it once", tick, stage, ticks=(earlier,))
+    raise TableError(f"{name} stands already in {{}}", tick, stage, ticks=(earlier,), use="it once")
 
 
 def _check_missing(table: Table) -> None:
@@ -189,14 +188,17 @@ def _check_column(table: Table, name: str) -> None:
         if microbatch == -1:
             continue
         if not 0 <= microbatch < microbatches:
-            fix = f"use 0 to {microbatches - 1}" if microbatches else "leave the column empty"
-            raise TableError(f"microbatch {microbatch} does not exist: {fix}", tick, column=name)
+            rule = f"microbatch {microbatch} does not exist"
+            if not microbatches:
+                raise TableError(f"{rule}: leave the column empty", tick, column=name)
+            raise TableError(rule, tick, column=name, use=f"0 to {microbatches - 1}")
         if microbatch in ticks:
             raise TableError(
-                f"microbatch {microbatch} stands already in {{}}: use it once",
+                f"microbatch {microbatch} stands already in {{}}",
                 tick,
                 column=name,
                 ticks=(ticks[microbatch],),
+                use="it once",
             )
         ticks[microbatch] = tick
     if len(ticks) < microbatches:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.clocks import Times
+from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.orders import SCHEDULES, StageTimes
 from jaxtrain.schedule.repeated_table import repeated, same_sums
 from jaxtrain.schedule.simulate import simulate

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxtrain.schedule.residuals import peak_residuals
 from jaxtrain.schedule.table import (
     Op,
     TableError,
@@ -9,7 +10,6 @@ from jaxtrain.schedule.table import (
     directions,
     from_cells,
     local_unit_of,
-    peak_residuals,
     units_of,
     wraps,
 )

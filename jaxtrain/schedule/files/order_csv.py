@@ -27,9 +27,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxtrain.schedule.files.table_csv import FileError, read_csv, read_text, split_line
-from jaxtrain.schedule.orders import ChunkOrders, Orders, Task
-from jaxtrain.schedule.table import Op, Table, TableError, directions
+from jaxtrain.schedule.files.table_csv import read_csv
+from jaxtrain.schedule.files.text import FileError, read_text, split_line
+from jaxtrain.schedule.orders import ChunkOrders
+from jaxtrain.schedule.orders.stage_orders import Orders, Task
+from jaxtrain.schedule.table import Op, ScheduleError, Table, TableError, directions
 
 ACTION = re.compile(r"(\d{1,6})([A-Z_]+?)(\d{0,6})", re.ASCII)
 PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -68,21 +70,21 @@ class _Action(NamedTuple):
 
 def read_schedule(path: str) -> Table | ChunkOrders:
     """The checked table of a file, or the checked orders of one in PyTorch's format. Raises
-    ValueError, in one line, with file, line, column and what would be right."""
+    ScheduleError, with file, line, column and what would be right."""
     text = read_text(path)
     if not _is_order(text):
         return read_csv(path, text)
     try:
         return _orders(text, pathlib.Path(path).stem)
     except FileError as error:
-        raise ValueError(f"{path}{error}") from None
+        raise error.of(path) from None
 
 
 def is_order_file(path: str) -> bool:
     """True for a file in PyTorch's format; False for any other, also one that cannot be read."""
     try:
         return pathlib.Path(path).is_file() and _is_order(read_text(path))
-    except ValueError:
+    except ScheduleError:
         return False
 
 
@@ -124,9 +126,10 @@ def _orders(text: str, name: str) -> ChunkOrders:
                     earlier = actions_of_task[task]
                     raise FileError(
                         f"{action.name} stands already in line {earlier.line}, column "
-                        f"{earlier.column!r}, as {earlier.name}: use it once",
+                        f"{earlier.column!r}, as {earlier.name}",
                         action.line,
                         action.column,
+                        use="it once",
                     )
                 actions_of_task[task] = action
                 order.append(task)
@@ -164,22 +167,22 @@ def _actions(line: str, number: int) -> Iterator[_Action]:
             match = ACTION.fullmatch(part)
             letters = match[2] if match else ""
             if not match or (letters not in SKIPPED and not (letters in COMPUTES and match[3])):
-                raise FileError(_no_action(part, letters), number, column)
+                raise _no_action(part, letters, number, column)
             if letters in COMPUTES:
                 numbers = int(match[1]), int(match[3])
                 yield _Action(letters, *numbers, number, column, pair is not None)
 
 
-def _no_action(part: str, letters: str) -> str:
-    """The rule that a cell breaks which is no action. letters: those after its stage, if any."""
+def _no_action(part: str, letters: str, line: int, column: str) -> FileError:
+    """The error of a cell that is no action. letters: those after its stage, if any."""
     form = "write stage, action and microbatch, such as 0F3"
     if letters in COMPUTES:
-        return f"{part[:40]!r} has no microbatch: {form}"
+        return FileError(f"{part[:40]!r} has no microbatch: {form}", line, column)
     if letters:
         near = difflib.get_close_matches(letters, [*COMPUTES, *SKIPPED], n=1, cutoff=0.6)
-        fix = f"use {near[0]}" if near else "use F, I, W or B"
-        return f"{part[:40]!r} has the unknown action {letters[:40]!r}: {fix}"
-    return f"{part[:40]!r} is no action: {form}"
+        rule = f"{part[:40]!r} has the unknown action {letters[:40]!r}"
+        return FileError(rule, line, column, use=near[0] if near else "F, I, W or B")
+    return FileError(f"{part[:40]!r} is no action: {form}", line, column)
 
 
 def _count(actions: Sequence[_Action], field: str) -> int:
