@@ -241,7 +241,7 @@ def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
             f"--steps_per_program={steps} of these steps are more than {limit} tasks",
             {"steps_per_program": limit // of_step},
         )
-    # A table has stages · chunks · ops a chunk cells for each microbatch, and about as many again
+    # A table has stages · chunks · ops a chunk cells for each microbatch, and about as many more
     # for each stage while the pipeline fills and drains: cells = others · (stages + microbatches).
     # Fewer microbatches are the suggestion if those left are at least one; else the largest of all
     # sizes is reduced. For `stages`, which is in both factors, stages² + stages · microbatches is
@@ -329,6 +329,8 @@ def read_times(flags: types.SimpleNamespace) -> Times:
             f"W is more than 0{most}",
             {"times": "1,1,1,0"},
         )
+    # --recompute and --overlap are text, so that an empty one (no R, no overlapped cells) differs
+    # from a time of 0.
     recompute, overlap = cfg.number(flags.recompute or "0"), cfg.number(flags.overlap or "0")
     for name in ("head", "embed", "update", "row"):
         if not getattr(flags, name) <= MOST_TIME:

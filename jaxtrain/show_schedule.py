@@ -23,6 +23,7 @@ from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, table_search
 from jaxtrain.schedule.clocks.independent import NotFused
+from jaxtrain.schedule.clocks.simulate import comparison, figures, simulate, summary
 from jaxtrain.schedule.files.order_csv import to_order_csv
 from jaxtrain.schedule.files.table_csv import to_csv
 from jaxtrain.schedule.orders import (
@@ -35,7 +36,6 @@ from jaxtrain.schedule.orders import (
 )
 from jaxtrain.schedule.repeated_table import repeated
 from jaxtrain.schedule.residuals import ROUNDING
-from jaxtrain.schedule.simulate import comparison, figures, simulate, summary
 from jaxtrain.schedule.table import Table, TableError
 from jaxtrain.schedule.table_spec import memory_of
 from jaxtrain.schedule.validator import check
@@ -49,7 +49,7 @@ MOST_REFUSED_CELLS = 1_000
 @cli.command
 def main(argv: Sequence[str]) -> None:
     """The command. A mistake in the flags ends it with one line and status 2 before anything is
-    written, Ctrl-C with one line and status 130; a file is written whole or not at all."""
+    written, Ctrl-C with one line and status 130; a file is written completely or not at all."""
     try:
         shown = cli.checked_flags(
             argv, DESCRIPTION, FLAGS, lambda flags: shown_by(check_flags(flags))
@@ -127,6 +127,8 @@ def make_one_step(
 def shown_by(request: ScheduleRequest) -> Shown:
     """The output for a request; empty for refused flags whose table would take long. Raises
     UsageError where no table meets the request."""
+    # Flags that have been refused once are tried with the suggested value, so that the suggestion
+    # is one that works. A small table shows that in no time; a large one is taken on trust.
     flags, spec = request.flags, request.spec
     cells = spec.stages * max(2, spec.repeats) * spec.microbatches * flags.ops_per_chunk
     if flags.refused and cells > MOST_REFUSED_CELLS:
@@ -190,16 +192,18 @@ def compare(request: ScheduleRequest, progress: table_search.ReportProgress) -> 
         for name in SCHEDULES
     }
     repeats[AUTO] = sorted({*itertools.chain(*repeats.values()), *table_search.ANY_REPEATS})
+    # The search is half of the work, the named schedules the other half.
     listed, done = [], 0.0
     for name, counts in repeats.items():
-        part = 0.5 if name == AUTO else 0.5 / len(SCHEDULES)
-        table = make(request, name, counts, table_search.report_share(progress, done, part))
-        done += part
+        share = 0.5 if name == AUTO else 0.5 / len(SCHEDULES)
+        table = make(request, name, counts, table_search.report_share(progress, done, share))
+        done += share
         fused = flags.fused_backward and name in FUSED
         values = figures(table, simulate(table, spec.times, fused_backward=fused))
         values["memory"] = memory_of(table) / values["repeats"] * (requested or 1)
         values["fits"] = not flags.memory or values["memory"] <= flags.memory + ROUNDING
         listed.append(values)
+    # Nine digits, as `table_spec.cost` compares: sums in another order are no difference.
     listed.sort(
         key=lambda values: (
             not values["fits"],

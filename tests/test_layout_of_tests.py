@@ -64,6 +64,7 @@ GROUPED = {
     "runtime/saved_bytes.py": "planner/step/test_saved.py",
     "schedule/__main__.py": "test_show_schedule.py",
     "schedule_flags.py": "test_show_schedule.py",
+    "schedule/cell_grid.py": "schedule/test_table.py",
     "schedule/by_name.py": "schedule/test_orders.py",
     "schedule/clocks/coupled.py": "schedule/test_simulate.py",
     "schedule/clocks/events.py": "schedule/test_simulate.py",

@@ -16,8 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from support import ROOT
 
-from jaxtrain import cli
-from jaxtrain import schedule_flags
+from jaxtrain import cli, schedule_flags
 from jaxtrain import show_schedule as schedule
 from jaxtrain.config.flags import read_flags, settled
 from jaxtrain.schedule.by_name import NAMES

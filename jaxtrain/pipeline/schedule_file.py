@@ -22,7 +22,7 @@ def units_of_chunks(table: Table) -> tuple[int, ...]:
     return tuple(table.chunk_of.count(chunk) for chunk in sorted(set(table.chunk_of)))
 
 
-class Change(NamedTuple):
+class NeededChange(NamedTuple):
     """A change of a setting without which a config does not fit the file that it names.
 
     path, value: the setting, and the value that does not fit
@@ -44,6 +44,8 @@ def check_fits(
     The fix has all changes of the config that the file needs, at once, even if naming a shipped
     schedule would be the smaller change: whoever names a file wants that schedule.
     """
+    # A file of 4 stages with R ops, a config with mesh.stage=2 and pipeline.remat=selective: the
+    # error is about mesh.stage, and its fix is {"mesh.stage": 4, "pipeline.remat": "full"}.
     schedule = pipeline.schedule
     shipped_schedules = values_for("pipeline.schedule", SCHEDULES)
     table = file if isinstance(file, Table) else None
@@ -54,6 +56,7 @@ def check_fits(
             "has F ops alone, and training needs their B and W",
             fixes=shipped_schedules,
         )
+    # Orders say nothing of units: `pipeline.layers_per_op` cuts their chunks.
     units = units_of_chunks(table) if table else (1,) * len(file.stage_of)
     changes = [
         *_changed_sizes(file, units, pipeline, stages),
@@ -76,7 +79,7 @@ def check_fits(
 
 def _changed_sizes(
     file: Table | ChunkOrders, units: Sequence[int], pipeline: PipelineConfig, stages: int
-) -> Iterator[Change]:
+) -> Iterator[NeededChange]:
     """A change of each number of stages, microbatches and chunks that is not the file's. units: of
     each chunk"""
     name, chunks = pipeline.schedule, len(units)
@@ -85,16 +88,16 @@ def _changed_sizes(
         ("pipeline.microbatches", pipeline.microbatches, file.microbatches),
     ):
         if value != needed:
-            yield Change(path, value, f"is not the {needed} of the table of {name}", needed)
+            yield NeededChange(path, value, f"is not the {needed} of the table of {name}", needed)
     if pipeline.repeats and pipeline.repeats != chunks / file.stages:
-        yield Change(
+        yield NeededChange(
             "pipeline.repeats",
             pipeline.repeats,
             f"is not that of {name}, {chunks} chunks on {file.stages} stages",
             0,
         )
     if pipeline.chunk_layers and len(pipeline.chunk_layers) != chunks:
-        yield Change(
+        yield NeededChange(
             "pipeline.chunk_layers",
             pipeline.chunk_layers,
             f"has another number than the {chunks} chunks of {name}",
@@ -102,20 +105,20 @@ def _changed_sizes(
         )
 
 
-def _changed_by_table(table: Table, pipeline: PipelineConfig) -> Iterator[Change]:
+def _changed_by_table(table: Table, pipeline: PipelineConfig) -> Iterator[NeededChange]:
     """A change of each setting that a file's table does not have. Orders leave them open."""
     name = pipeline.schedule
     recomputes = has_recompute_ops(pipeline.remat)
     if table.recompute and not recomputes:
-        yield Change(
+        yield NeededChange(
             "pipeline.remat", pipeline.remat, f"does not go with the R ops of {name}", "full"
         )
     if recomputes and not table.recompute:
-        yield Change(
+        yield NeededChange(
             "pipeline.remat", pipeline.remat, f"needs R ops, and {name} has none", "selective"
         )
     if pipeline.vocabulary not in ("auto", table.vocabulary):
-        yield Change(
+        yield NeededChange(
             "pipeline.vocabulary", pipeline.vocabulary, f"is not that of {name}", table.vocabulary
         )
 
@@ -129,7 +132,7 @@ def least_layers(units: Sequence[int]) -> tuple[int, ...]:
 
 def _changed_layers(
     units: Sequence[int], model: ModelConfig, pipeline: PipelineConfig, stages: int
-) -> Iterator[Change]:
+) -> Iterator[NeededChange]:
     """A change of the layers, or of their cut, if they do not fill a file's units. units: of each
     chunk"""
     name, chunks, layers = pipeline.schedule, len(units), model.layers
@@ -140,16 +143,18 @@ def _changed_layers(
     needed = sum(at_least if chunks > stages else units)
     if needed > layers:
         enough = needed if len(set(units)) == 1 else chunks * max(units)
-        yield Change("model.layers", layers, f"are fewer than the units of {name}", enough)
+        yield NeededChange("model.layers", layers, f"are fewer than the units of {name}", enough)
         return
     chunk_layers = pipeline.chunk_layers if len(pipeline.chunk_layers) == chunks else ()
     if ends_with_layers(model) and not chunk_layers and not pipeline.layer_costs:
         return  # the setup's `_cuts` gives each chunk the layers that it needs
+    # Chunks of 2 units with 5 layers for 3 chunks: spread gives 2 2 1, and the last one has a unit
+    # without a layer. 3 · 2 layers are enough for any cut.
     sizes = chunk_layers or spread(layers, chunks, pipeline.layer_costs)
     if any(size < least for size, least in zip(sizes, at_least, strict=True)):
         rule = f"leaves a chunk fewer layers than it has units in {name}"
         cuts = [field for field in ("chunk_layers", "layer_costs") if getattr(pipeline, field)]
         if cuts:
-            yield Change(f"pipeline.{cuts[0]}", getattr(pipeline, cuts[0]), rule, ())
+            yield NeededChange(f"pipeline.{cuts[0]}", getattr(pipeline, cuts[0]), rule, ())
         else:
-            yield Change("model.layers", layers, rule, chunks * max(units))
+            yield NeededChange("model.layers", layers, rule, chunks * max(units))

@@ -4,7 +4,15 @@ No jax.
 Tables are made for op times. These are the config's; if it has none, the planner's for the hardware
 that the config names; if it names none, they follow from the model's sizes: F, B and W of a stage
 take the same time, R takes that of F, the head its share of the multiplications, a message a
-fiftieth of F.
+fiftieth of F (op_times.py).
+
+How to read this file: `make_setup` returns a `Setup`, and keeps the last ones. `_Search.setup`
+compares the candidates that the config leaves open, and makes of the best one the setup:
+
+    number of chunks a stage  ×  place of the vocabulary  ×  cuts of the layers into chunks
+    `_candidates`                `_candidates`               `_cuts`
+
+`_candidate` makes the table of each.
 """
 
 import dataclasses
@@ -20,13 +28,13 @@ from jaxtrain.pipeline.op_times import complete_times, has_recompute_ops, saved_
 from jaxtrain.pipeline.schedule_file import check_fits, least_layers, units_of_chunks
 from jaxtrain.planner.step.planned_op_times import load, model_of, op_times
 from jaxtrain.schedule import by_name, table_search
+from jaxtrain.schedule.clocks.simulate import Simulation, simulate
 from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.files.order_csv import read_schedule
 from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES, ChunkOrders
 from jaxtrain.schedule.packing import PACKINGS
-from jaxtrain.schedule.placement import PLACEMENTS, LayerWork, Placement, balanced, cut, spread
+from jaxtrain.schedule.placement import PLACEMENTS, Placement, TimesToBalance, balanced, cut, spread
 from jaxtrain.schedule.repeated_table import repeated, same_sums
-from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, ScheduleError, Table
 from jaxtrain.schedule.table_search import ANY_REPEATS, ReportProgress, report_share
@@ -55,6 +63,8 @@ class _Candidate:
         Time is weighed against memory: embedding and head sharded over all stages need less of it
         than on the end stages alone.
         """
+        # The end stages alone have the vocabulary only where the step then takes less than 95 % of
+        # the time. Among tables of one place of the vocabulary the factor changes nothing.
         factor = SAVED_MEMORY if self.table.vocabulary == "parallel" else 1.0
         return self.cost._replace(time=self.cost.time * factor)
 
@@ -158,6 +168,8 @@ def make_setup(config: Config, report: ReportProgress = table_search.silent) -> 
     report: is told how far the search for a table has come, where there is one. Raises ConfigError
     for a schedule that does not fit.
     """
+    # Checks, the planner and the trainer ask for the same setup, and a search takes seconds. A dict
+    # keeps its insertion order, so the oldest one goes first.
     if config not in _SETUPS:
         times = times_of(config)
         setup = _Search(config.model, config.pipeline, config.mesh.stage, times, report).setup()
@@ -186,7 +198,8 @@ class _Search:
         try:
             memory = pipeline.memory or None
             if pipeline.schedule == "auto" and not memory:
-                # as many residuals as a stage holds in 1F1B with the same permutes
+                # `auto` without a bound takes as much memory as 1F1B with the same permutes: the
+                # schedule that a user would otherwise have. More memory is only for who asks.
                 sizes = spread(layers, stages)
                 spec = TableSpec(
                     ONE_CHUNK,
@@ -218,6 +231,7 @@ class _Search:
                 f"does not work: {error.problem}{instead}",
                 fixes=values_for("pipeline.schedule", SCHEDULES),
             ) from None
+        # Of equal candidates the earliest: fewer chunks, then the vocabulary on all stages.
         best = min(candidates, key=lambda candidate: candidate.weighed)
         self.report("check", 1.0)
         check(best.table)
@@ -239,6 +253,8 @@ class _Search:
             )
         table = repeated(best.table, steps, self.times, best.shares, pipeline.permute)
         check(table)
+        # Head and embedding add to one array, the gradient of tied tables, where they are on the
+        # same devices. Several steps in a program must add in the order of one step, bit for bit.
         shares_sum = table.vocabulary == "parallel" or table.stage_of[0] == table.stage_of[-1]
         if self.model.tied_embeddings and shares_sum and not same_sums(table, best.table):
             raise ConfigError(
@@ -269,6 +285,8 @@ class _Search:
                 repeats = (len(pipeline.chunk_layers) // stages,)
         if not repeats:
             raise ScheduleError(f"{self.model.layers} layers are fewer than {stages} stages")
+        # A file's table has its vocabulary's place. Dense layers and prediction modules run with
+        # embedding and head, on one stage each, so these cannot be split over stages.
         vocabularies: Sequence[str] = (pipeline.vocabulary,)
         file = self._file
         if pipeline.vocabulary == "auto" and not isinstance(file, Table):
@@ -279,10 +297,12 @@ class _Search:
         total, done = max(1, sum(repeats) * len(vocabularies)), 0
         candidates, too_small = [], []
         for number, vocabulary in itertools.product(repeats, vocabularies):
-            part = report_share(self.report, done / total, number / total)
+            report = report_share(self.report, done / total, number / total)
             for chunks in self._cuts(number):
                 try:
-                    candidates.append(self._candidate(number, chunks, vocabulary, memory, part))
+                    candidates.append(self._candidate(number, chunks, vocabulary, memory, report))
+                # One candidate that does not fit is no error. If none does, the least bound that
+                # would do for any of them is the fix.
                 except table_search.MemoryTooSmall as error:
                     too_small.append(error.least)
             done += number
@@ -320,9 +340,11 @@ class _Search:
             return [spread(layers, len(units), pipeline.layer_costs)]
         # Layers that no chunk has stand before the first chunk or after the last one, which may be
         # without others.
+        # `times` are of a stage, and the time of one layer is what there is to balance: 4 stages, 8
+        # layers and F + B + W + R = 6 make 3 for each layer.
         saved = times.overlap if pipeline.overlap else 0.0
         layer = (times.F + times.B + times.W + times.R - saved) * self.stages / layers
-        work = LayerWork(layer, before=2 * times.embed, after=times.head)
+        work = TimesToBalance(layer, before=2 * times.embed, after=times.head)
         least = least_layers(units)
         return list(dict.fromkeys(balanced(layers, each, least, work) for each in stages_of))
 
@@ -343,6 +365,8 @@ class _Search:
             sizes = tuple(itertools.chain.from_iterable(map(spread, chunks, units_per_chunk)))
         else:
             units_per_chunk, sizes = cut(chunks, pipeline.layers_per_op)
+        # A unit's share is the cost of its layers over that of a mean stage. 8 layers of cost 1 on
+        # 4 stages, a unit of 3 layers: 3 / (8 / 4) = 1.5.
         costs = pipeline.layer_costs or (1.0,) * layers
         ends, saved = itertools.accumulate(sizes), saved_fractions(pipeline.remat, sizes)
         shares = tuple(

@@ -55,6 +55,8 @@ def make_table(spec: TableSpec, report: ReportProgress = silent) -> Table:
             raise ScheduleError(f"{name}={getattr(spec, name)} must be at least 1", use=1)
     if spec.permute not in PERMUTES:
         raise ScheduleError(f"permute={spec.permute!r} is unknown", use=", ".join(PERMUTES))
+    # A search, a file, or a named schedule; a file has a table, or orders that are still to be
+    # packed.
     if spec.schedule == AUTO:
         return search([spec], report)
     if spec.schedule.startswith(CSV):
@@ -93,6 +95,9 @@ def packed(
 ) -> Table:
     """The table of these orders, in the packing of least coupled time that takes no more memory
     than late permutes do."""
+    # The late packing is the yardstick for memory: a user who bounds it, or sizes a model by it,
+    # has that of the papers, and a faster packing must not take more. Of equal costs the packing
+    # that PACKINGS has first is taken.
     tasks = spec.tasks(chunk_orders)
     tables = []
     for index, packing in enumerate(spec.packings):

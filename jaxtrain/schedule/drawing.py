@@ -7,7 +7,10 @@
 
 The colour is the op's, its shade the chunk's: the lowest chunk of a stage is darkest. An outline
 joins the F and the B of an overlapped cell. Other pictures take their colours and stacked bars from
-here. No JAX.
+here.
+
+How to read this file: `text`, `svg` and `png` are the three pictures; functions above them choose
+colours, those behind each one draw its parts. No JAX.
 """
 
 import html
@@ -152,6 +155,10 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
 
     A table of more than some MOST_LINES lines is cut in the middle.
     """
+    # Labels of a table's ticks stand in blocks below each other, each as wide as the terminal:
+    #             tick 0
+    #   stage 0   F0 F1 .  .  B0 W0
+    #   stage 1   .  F0 B0 W0 F1 B1
     labels = _labels(table)
     wide = 1 + max(len(label) for line in labels.values() for label in line)
     margin = 1 + max(map(len, labels))
@@ -172,7 +179,7 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
             tints[f"stage {stage}", tick] = colours[Op(op).name, unit]
     begins = range(0, table.ticks, columns)
     most_blocks = max(2, MOST_LINES // (table.stages + 4))
-    # those of the blocks that are not shown, if there are more than so many
+    # The blocks in the middle that are not shown. Of 10 with 4 to show: the 3rd to the 8th.
     cut = begins[(most_blocks + 1) // 2 : max(0, len(begins) - most_blocks // 2)]
     for begin in begins:
         if begin in cut[:1]:
@@ -228,6 +235,7 @@ def _paint(label: str, colour: Colour | None) -> str:
 
 def svg(table: Table, timeline: Timeline, title: str) -> str:
     """A timeline of simulate.simulate as an SVG picture."""
+    # A table whose ops all take no time is drawn with a length of 1, not divided by 0.
     total = float(timeline.end.max()) or 1.0
     scale = _pixels(timeline, total) / total
     legend, end = _legend(table, timeline)
@@ -285,8 +293,8 @@ def _overlapped(table: Table, timeline: Timeline) -> list[tuple[int, float, floa
     at = {(op.name, op.unit, op.microbatch): op for op in timeline}
     arrays = (table.unit, table.microbatch, table.b_unit, table.b_microbatch)
     cells = zip(*(array[table.overlapped].tolist() for array in arrays), strict=True)
-    both = ((at["F", f, k], at["B", b, n]) for f, k, b, n in cells)
-    return [(first.stage, first.start, last.end) for first, last in both]
+    pairs = ((at["F", f, k], at["B", b, n]) for f, k, b, n in cells)
+    return [(forward.stage, forward.start, backward.end) for forward, backward in pairs]
 
 
 def _shapes(table: Table, timeline: Timeline, scale: float) -> list[str]:
@@ -328,6 +336,9 @@ def _spans(table: Table, timeline: Timeline) -> dict[tuple[int, Colour], list[tu
 
 def _lanes(table: Table, timeline: Timeline, scale: float) -> list[str]:
     """The ops of a long timeline as one broad line for each stage and colour."""
+    # A million rectangles would fill a browser's memory. One path has all spans of a stage and
+    # colour, as strokes as broad as a lane: "m3 0h2" moves by 3 and draws 2. Steps are relative and
+    # rounded, so `pen` adds up what has been written, and rounding errors do not.
     parts = []
     for (stage, colour), spans in _spans(table, timeline).items():
         steps, pen = [], 0.0
@@ -382,6 +393,7 @@ def stacked_bars(
 
 def png(table: Table, timeline: Timeline, title: str) -> bytes:
     """A timeline as a PNG picture; as `svg`, drawn by matplotlib."""
+    # matplotlib takes a second to import, and is no requirement of training
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -75,7 +75,7 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
     return tuple(reversed(sizes))
 
 
-class LayerWork(NamedTuple):
+class TimesToBalance(NamedTuple):
     """The time of one layer, and of what a stage runs with the lowest layer (`before`: dense
     layers) and with the highest one (`after`: prediction modules and head)."""
 
@@ -89,7 +89,7 @@ def balanced(
     layers: int,
     stage_of: tuple[int, ...],
     least: tuple[int, ...],
-    work: LayerWork,
+    work: TimesToBalance,
 ) -> tuple[int, ...]:
     """The number of layers of each chunk, with which the busiest stage has the least to do.
 

@@ -22,7 +22,9 @@ def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float
     if table.forward_only:
         return [0.0] * table.stages
     last_reader = Op.W if count_weight_stash else Op.B
-    # what a cell saves or frees; the last column: of idle cells
+    # 1f1b, stage 1 of 2, one unit a chunk: the cells F0 B0 W0 F1 B1 W1 change the number by
+    # +1 −1 0 +1 −1 0, or counted to the end of W by +1 0 −1 +1 0 −1. The peak is the largest sum up
+    # to a tick. The last column is of idle cells.
     change = np.zeros((len(Op), table.units + 1))
     for unit, chunk in enumerate(table.chunk_of):
         part = 1 / table.chunk_of.count(chunk)

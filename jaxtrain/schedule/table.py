@@ -22,8 +22,12 @@ every stage:
                          → optimizer's update, and its check → late permute
 
 The head of a microbatch may stand in the tick of the last unit's F, but the last unit's B only in a
-later one. transport.py says when a message can be read, validator.py whether a table is correct,
-slots.py which slot holds a value. by_name.py makes tables, simulate.py times them. No JAX here.
+later one.
+
+How to read this file: `TableShape` is the pipeline without ticks, `Table` adds them, and the
+functions behind it answer questions about units and stages. transport.py says when a message can be
+read, validator.py whether a table is correct, slots.py which slot holds a value. by_name.py makes
+tables, clocks/ times them. No JAX here.
 
     1f1b, 3 stages, 3 microbatches     stage 0  F0 F1 F2 .  .  B0 W0 .  B1 W1 .  B2 W2
                                        stage 1  .  F0 F1 .  B0 W0 F2 B1 W1 .  B2 W2 .
@@ -33,8 +37,7 @@ slots.py which slot holds a value. by_name.py makes tables, simulate.py times th
 import dataclasses
 import enum
 import functools
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -244,6 +247,7 @@ class Table(TableShape):
     @functools.cached_property
     def busy(self) -> CellArrays:
         """The ops of the cells that are not idle; of an overlapped cell its F, then its B."""
+        # Two stages, F0 | idle and then F1+B0 | F0: ticks 0 1 1 1, stages 0 0 0 1, ops F F B F.
         tick, stage = np.nonzero(self.op)
         arrays = [array[tick, stage] for array in (self.op, self.unit, self.microbatch)]
         if not self.overlaps:
@@ -274,6 +278,8 @@ class Table(TableShape):
         """int32 [ticks, stages]: the step whose optimizer update a stage does at the end of a tick,
         the one of its last W of that step; −1 none. With one step in the table, whose update
         follows the table, −1 everywhere."""
+        # Two steps of two microbatches: a stage with Ws of microbatches 0 1 2 3 in ticks 4 6 9 11
+        # updates step 0 in tick 6 and step 1 in tick 11.
         update = np.full(self.op.shape, -1, np.int32)
         if self.steps > 1:
             tick, stage, op, _, microbatch = self.busy
@@ -318,6 +324,7 @@ class Table(TableShape):
 @functools.lru_cache
 def local_unit_of(stage_of: tuple[int, ...]) -> tuple[int, ...]:
     """The local unit of each unit: the number of earlier units on its stage."""
+    # stages 0 1 1 0, two chunks in a V: local units 0 0 1 1
     return tuple(stage_of[:unit].count(stage) for unit, stage in enumerate(stage_of))
 
 
@@ -334,6 +341,7 @@ def units_of(stage_of: tuple[int, ...], stages: int) -> tuple[tuple[int, ...], .
 def unit_lookup(stage_of: tuple[int, ...], stages: int) -> np.ndarray:
     """int32 [stages, most units on a stage]: the unit of each local unit, −1 where the stage has
     fewer."""
+    # stages 0 1 0: stage 0 has units 0 and 2, stage 1 has unit 1 → [[0, 2], [1, −1]]
     units = units_of(stage_of, stages)
     lookup = np.full((stages, max(1, *map(len, units))), -1, np.int32)
     for stage, units_of_stage in enumerate(units):
@@ -350,6 +358,9 @@ def directions(stage_of: tuple[int, ...], stages: int) -> tuple[int, ...]:
     both ways lead to the other one, outputs go +1. Raises TableError for consecutive units on
     stages that are not neighbours.
     """
+    # In a circle of 3 stages, 0 1 2 0: +1 +1 +1 0. In a V, 0 1 2 2 1 0: +1 +1 0 −1 −1 0. On two
+    # stages +1 and −1 lead to the same one, and by the order of (0, 1, −1) all outputs go +1, as on
+    # more stages, and all gradients −1.
     ways = []
     for unit, (stage, following) in enumerate(zip(stage_of, stage_of[1:], strict=False)):
         way = next((step for step in (0, 1, -1) if (stage + step) % stages == following), None)
@@ -369,6 +380,8 @@ def message_ways(stage_of: tuple[int, ...], stages: int) -> np.ndarray:
 
     The last column is 0, so that −1 stands for an idle cell.
     """
+    # F of the last unit sends nothing, for its reader is the head in the same tick. B of unit u + 1
+    # makes the gradient of unit u's output, and so goes against the way of that output.
     ways = np.zeros((len(Op), len(stage_of) + 1), np.int8)
     ways[Op.F, :-1] = directions(stage_of, stages)
     ways[Op.B, 1:-1] = -ways[Op.F, :-2]
@@ -401,99 +414,3 @@ def cell_name(cell: tuple[int, int, int], stage_of: tuple[int, ...]) -> str:
     """A cell as CSV files and errors name it: `F0.3` is F of local unit 0 on microbatch 3."""
     op, unit, microbatch = cell
     return f"{Op(op).name}{local_unit_of(stage_of)[unit]}.{microbatch}"
-
-
-# --- making tables --------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CellGrid:
-    """The cells of a table, by tick and stage: int32 [ticks, stages], −1 in idle cells, whose op is
-    0.
-
-    unit, b_unit: in model order
-    b_unit, b_microbatch: the Bs that are overlapped with these cells' Fs; −1 where none is
-    """
-
-    op: np.ndarray
-    unit: np.ndarray
-    microbatch: np.ndarray
-    b_unit: np.ndarray
-    b_microbatch: np.ndarray
-
-    @classmethod
-    def idle(cls, ticks: int, stages: int) -> "CellGrid":
-        """A grid of idle cells, to be filled."""
-        nothing = (np.full((ticks, stages), -1, np.int32) for _ in range(4))
-        return cls(np.full((ticks, stages), Op.IDLE, np.int32), *nothing)
-
-
-def from_cells(
-    shape: TableShape,
-    cells: Sequence[Sequence[tuple[int, int, int] | None]],
-    overlapped: Mapping[tuple[int, int], tuple[int, int]] = types.MappingProxyType({}),
-    **columns: Sequence[int],
-) -> Table:
-    """A table, not checked, of cells by tick and stage; None for idle ones.
-
-    overlapped: (tick, stage) → unit and microbatch of the B that is overlapped with the F there
-    columns: those of `from_grid`
-    """
-    grid = CellGrid.idle(len(cells), shape.stages)
-    for tick, cells_of_tick in enumerate(cells):
-        for stage, cell in enumerate(cells_of_tick):
-            if cell is not None:
-                grid.op[tick, stage], grid.unit[tick, stage], grid.microbatch[tick, stage] = cell
-    for at, (b_unit, b_microbatch) in overlapped.items():
-        grid.b_unit[at], grid.b_microbatch[at] = b_unit, b_microbatch
-    return from_grid(shape, grid, **columns)
-
-
-def from_grid(
-    shape: TableShape,
-    grid: CellGrid,
-    *,
-    permute: Sequence[int] | None = None,
-    head: Sequence[int] | None = None,
-    embed: Sequence[int] | None = None,
-    embed_gradient: Sequence[int] | None = None,
-) -> Table:
-    """A table, not checked, of these cells.
-
-    permute: int [ticks]; left out, late in every tick in which a message that moves is made
-    head, embed, embed_gradient: int [ticks]; left out, in the tick of the last unit's F, the first
-        unit's F and the first unit's B
-    """
-    op, unit, microbatch = grid.op, grid.unit, grid.microbatch
-
-    def column(values: Sequence[int] | None, op_of_column: Op, unit_of_column: int) -> np.ndarray:
-        if values is not None:
-            return np.array(values, np.int32)
-        microbatches = np.full(len(op), -1, np.int32)
-        ticks, stages = np.nonzero((op == op_of_column) & (unit == unit_of_column))
-        microbatches[ticks] = microbatch[ticks, stages]
-        if op_of_column == Op.B:
-            ticks, stages = np.nonzero(grid.b_unit == unit_of_column)
-            microbatches[ticks] = grid.b_microbatch[ticks, stages]
-        return microbatches
-
-    # Units in model order become local ones. The last entry is for idle cells: index −1 is −1.
-    local = np.array([*local_unit_of(shape.stage_of), -1], np.int32)
-    if permute is None:
-        ways = message_ways(shape.stage_of, shape.stages)
-        moves = (ways[op, unit] != 0) | (ways[Op.B, grid.b_unit] != 0)
-        if shape.forward_only:
-            moves &= op == Op.F
-        permute = np.where(moves.any(axis=1), Permute.LATE, Permute.NONE).tolist()
-    return Table(
-        **dataclasses.asdict(shape),
-        op=op,
-        local_unit=local[unit],
-        microbatch=microbatch,
-        b_local_unit=local[grid.b_unit],
-        b_microbatch=grid.b_microbatch,
-        permute=np.array(permute, np.int32),
-        head=column(head, Op.F, shape.units - 1),
-        embed=column(embed, Op.F, 0),
-        embed_gradient=column(embed_gradient, Op.B, 0),
-    )

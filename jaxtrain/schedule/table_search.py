@@ -16,7 +16,10 @@ each op, stages · chunks a stage · microbatches. With a larger size there are 
                        them
     more               1                             all but aligned
 
-Memory includes the weight stash: table.peak_residuals with `count_weight_stash`. No JAX here.
+Memory includes the weight stash: residuals.peak_residuals with `count_weight_stash`.
+
+How to read this file: `search` is the loop, `candidates` says which orders it compares, and
+`list_schedule`, the second half, makes orders for the op times. No JAX here.
 """
 
 import collections
@@ -68,9 +71,10 @@ def silent(what: str, done: float) -> None:
     """A ReportProgress that says nothing."""
 
 
-def report_share(report: ReportProgress, begin: float, part: float) -> ReportProgress:
-    """A ReportProgress on the fraction `part` of some work, after the fraction `begin` of it."""
-    return lambda what, done: report(what, begin + done * part)
+def report_share(report: ReportProgress, begin: float, share: float) -> ReportProgress:
+    """A ReportProgress on a share of some work, which starts when the fraction `begin` is done."""
+    # The third quarter of a search: begin = 0.5, share = 0.25. Half of it done reports 0.625.
+    return lambda what, done: report(what, begin + done * share)
 
 
 class MemoryTooSmall(ScheduleError):
@@ -101,6 +105,8 @@ def search(specs: Sequence[TableSpec], report: ReportProgress = silent) -> Table
     `units_per_chunk` alone. Raises MemoryTooSmall, with the least memory of any table, if nothing
     fits.
     """
+    # Candidates with few chunks come first, and of equal costs the earlier table stays: a search
+    # over more candidates finds another table only where that is better.
     best: tuple[Cost, Table] | None = None
     least = float("inf")
     specs = sorted(specs, key=lambda spec: spec.repeats)
@@ -119,7 +125,9 @@ def search(specs: Sequence[TableSpec], report: ReportProgress = silent) -> Table
             continue
         stage_of = PLACEMENTS[candidate.placement](spec.stages, spec.repeats)
         tasks = spec.tasks(ChunkOrders(name, stage_of, spec.microbatches, orders))
-        too_much = False  # in one packing of IN_ORDER, and so in the others
+        # Packings of IN_ORDER keep each stage's order, and so hold equally many residuals. If one
+        # is beyond the bound, the others need not be packed.
+        too_much = False
         for index, packing in enumerate(packings, 1):
             progress(f"{name} {packing}, {chunks}", index / (len(packings) + 1))
             if too_much and packing in IN_ORDER:
@@ -150,7 +158,8 @@ def candidates(spec: TableSpec) -> list[OrderCandidate]:
         if fits_repeats(name, repeats):
             orders = functools.partial(known.order, stages, repeats, microbatches)
             listed.append(OrderCandidate(name, spec, known.placement, spec.packings, orders))
-    # Chunks' residuals to make orders for: no more than twice what 1F1B takes.
+    # The chunks' residuals for which orders are made. More than twice what 1F1B takes (2 p − 1
+    # microbatches, as ZB-H2 holds) gains nothing: a stage then never waits for the other direction.
     bound = min(microbatches, 2 * stages - 1) * repeats
     if spec.memory is not None:
         bound = max(1, min(bound, int(spec.memory * repeats + ROUNDING)))
@@ -163,7 +172,8 @@ def candidates(spec: TableSpec) -> list[OrderCandidate]:
 def _list_schedules(spec: TableSpec, bound: int) -> Iterator[OrderCandidate]:
     """The orders by list scheduling, as many as `RULES` has for their size."""
     stages, repeats, microbatches, times = spec.stages, spec.repeats, spec.microbatches, spec.times
-    # an R before its B, of the mean unit
+    # Orders are made on chunks, before there are Rs: a B is as long as its R and itself, for the
+    # mean unit.
     recompute = times.R * (1 - sum(spec.saved) / max(1, len(spec.saved)))
     of_chunk = dataclasses.replace(
         times, F=times.F / repeats, B=(times.B + recompute) / repeats, W=times.W / repeats
@@ -186,7 +196,8 @@ def _list_schedules(spec: TableSpec, bound: int) -> Iterator[OrderCandidate]:
 # --- list scheduling ------------------------------------------------------------------------------
 
 NEVER = float("inf")
-# When it could begin, op, chunk. Choices are made and compared millions of times: they stay tuples.
+# (when it could begin, op, chunk): an op that a stage could do next. A search makes and compares
+# millions of choices, so they stay tuples.
 Choice = tuple[float, int, int]
 
 
@@ -210,8 +221,14 @@ def list_schedule(
               Of several B's the one of the earliest microbatch is taken, of several F's the one
               furthest through the model
     """
+    # Two stages of one chunk, F = B = W = 1, a bound of 2, B before F:
+    #   stage 0 at 0: F0; at 1: F1; at 2 it holds two chunks' residuals, and waits for a B
+    #   stage 1 at 1: F0 (arrived); at 2: B0, whose gradient is there; at 3: F1, …
+    # The stage whose earliest choice is earliest acts next. Only choices within its patience count:
+    # a B that arrives 0.3 W from now is worth waiting for with patience 0.5, one in 0.8 W is not.
     state = _ListState(stage_of, stages, microbatches, bound, times)
     wait, last_op = rule.patience * times.W, [F] * stages
+    # one turn for each F, B and W
     for _ in range(3 * len(stage_of) * microbatches):
         begin = min(state.begin)
         if begin == NEVER:
@@ -250,15 +267,18 @@ class _ListState:
         chunks = len(stage_of)
         self.stage_of, self.last, self.message = stage_of, chunks - 1, times.message
         self.ways, self.chunks_of = directions(stage_of, stages), units_of(stage_of, stages)
-        # Of each chunk, the residuals that its stage may hold before another F of it.
+        # Of each chunk, the residuals that its stage may hold before another F of it: one less than
+        # the bound for each later chunk of the stage. Otherwise Fs of the lowest chunk could fill
+        # the stage, and no microbatch would ever come to the end.
         local = local_unit_of(stage_of)
         self.capacity = [
             bound - (len(self.chunks_of[stage]) - 1 - index)
             for stage, index in zip(stage_of, local, strict=True)
         ]
         self.time_f, self.time_b, self.time_w = times.F, times.B, times.W
-        # The next microbatch of each chunk; and, by microbatch, when what F and B need can be read:
-        # it arrives in order.
+        # The next microbatch of each chunk; and, by microbatch, when the message that its F or B
+        # needs can be read. Messages arrive in the order of microbatches, so a list's length says
+        # how many have come.
         self.next_f, self.next_b = [0] * chunks, [0] * chunks
         self.arrived_f: list[list[float]] = [[0.0] * microbatches, *([] for _ in stage_of[1:])]
         self.arrived_b: list[list[float]] = [[] for _ in stage_of]
@@ -304,6 +324,7 @@ class _ListState:
             self.next_f[chunk] += 1
             self.held[stage] += 1
             self.clock[stage] = begin + self.time_f
+            # The head follows the last chunk's F at once: that is when its B can begin.
             if chunk < self.last:
                 self._send(stage, chunk + 1, self.arrived_f, self.ways[chunk])
             else:

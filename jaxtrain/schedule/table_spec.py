@@ -65,6 +65,8 @@ class TableSpec:
             return IN_ORDER if self.overlap else PACKINGS
         return (self.permute,)
 
+    # The name of an order, its chunks' stages and its overlapped Fs come from `chunk_orders`; all
+    # else from the spec.
     def tasks(self, chunk_orders: ChunkOrders) -> Tasks:
         """The tasks of orders of ops on chunks, cut into units, to be packed. Raises ScheduleError
         unless `units_per_chunk` has a number for each chunk."""
@@ -101,6 +103,7 @@ class TableSpec:
 
 def _most_in_flight(orders: Orders, chunk: int) -> int:
     """The most microbatches of a chunk that are between their F and their B at once."""
+    # F0 F1 B0 W0 F2 B1 …: 1 2 1 1 2 1 …, at most 2. Only one stage has the chunk.
     in_flight = most = 0
     for op, chunk_of_task, _ in (task for order in orders for task in order):
         if chunk_of_task == chunk:
@@ -120,6 +123,8 @@ class Cost(NamedTuple):
 
 def cost(table: Table, spec: TableSpec) -> Cost:
     """The cost of a table by the spec's times, rounded to nine digits."""
+    # Nine digits: sums of floats in another order must not decide between two tables that take the
+    # same time.
     time = coupled_time(table, spec.times, spec.shares)
     return Cost(float(f"{time:.9g}"), memory_of(table), table.ticks)
 

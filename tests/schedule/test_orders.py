@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from jaxtrain.schedule.by_name import NAMES, check_repeats, make_forward_table, make_table
+from jaxtrain.schedule.clocks.simulate import simulate
 from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.files.table_csv import to_csv
 from jaxtrain.schedule.orders import StageTimes, closed_forms
@@ -14,7 +15,6 @@ from jaxtrain.schedule.orders import stage_orders as orders
 from jaxtrain.schedule.packing import Tasks, pack_into_ticks
 from jaxtrain.schedule.placement import PLACEMENTS
 from jaxtrain.schedule.residuals import peak_residuals
-from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.table import Op, TableShape
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check

@@ -6,14 +6,15 @@ import itertools
 import pytest
 
 from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.cell_grid import from_cells
 from jaxtrain.schedule.clocks.coupled import coupled, coupled_starts
 from jaxtrain.schedule.clocks.independent import independent
+from jaxtrain.schedule.clocks.simulate import simulate
 from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.files.table_csv import read_csv
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats
 from jaxtrain.schedule.residuals import peak_residuals
-from jaxtrain.schedule.simulate import simulate
-from jaxtrain.schedule.table import Op, TableShape, from_cells
+from jaxtrain.schedule.table import Op, TableShape
 from jaxtrain.schedule.table_spec import TableSpec
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)

@@ -2,13 +2,13 @@
 
 import pytest
 
+from jaxtrain.schedule.cell_grid import from_cells
 from jaxtrain.schedule.residuals import peak_residuals
 from jaxtrain.schedule.table import (
     Op,
     TableError,
     TableShape,
     directions,
-    from_cells,
     local_unit_of,
     units_of,
     wraps,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.cell_grid import from_cells
 from jaxtrain.schedule.orders import SCHEDULES
 from jaxtrain.schedule.placement import PLACEMENTS
 from jaxtrain.schedule.table import (
@@ -20,7 +21,6 @@ from jaxtrain.schedule.table import (
     Table,
     TableShape,
     directions,
-    from_cells,
     overlapped_b,
 )
 from jaxtrain.schedule.table_spec import TableSpec

@@ -24,7 +24,7 @@ from jaxtrain.planner.step.step_part import StepPart, part
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
 from jaxtrain.schedule.clocks.times import KnownTimes
 from jaxtrain.schedule.orders import Schedule, StageTimes, closed_forms
-from jaxtrain.schedule.placement import PLACEMENTS, LayerWork, Placement, balanced
+from jaxtrain.schedule.placement import PLACEMENTS, Placement, TimesToBalance, balanced
 
 
 class StepModel(StepPart):
@@ -125,7 +125,7 @@ class StepModel(StepPart):
         layer = sum(op.seconds for op in self.layers.mean(False).values())
         if layout.overlap:
             layer -= self.layers.saved_by_overlap
-        work = LayerWork(layer, before=self.dense_layers.seconds, after=self.head.seconds)
+        work = TimesToBalance(layer, before=self.dense_layers.seconds, after=self.head.seconds)
         sizes = balanced(model.layers, stage_of, least, work)
         return Placement(model.layers, layout.stage, 1, stage_of, sizes)
 

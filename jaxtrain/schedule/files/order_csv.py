@@ -17,7 +17,10 @@ stage here. The number after it is a microbatch.
 
 Files give the order alone: empty cells are skipped, and so are actions that send, receive, gather
 parameters and reduce gradients, which the runtime does by its own rules. packing.py finds the
-ticks. No JAX here.
+ticks.
+
+How to read this file: `read_schedule` reads either format, `_orders` this one; the functions behind
+it read cells and check. `to_order_csv` writes. No JAX here.
 """
 
 import difflib
@@ -93,6 +96,7 @@ def _is_order(text: str) -> bool:
     lines = (
         line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")
     )
+    # "0F0,0F1,…", ",1F0,…" and "(0F2;2B1)OVERLAP_F_B"; the header of a table begins with "stage 0"
     return bool(re.search(r'(^|,)[\s"]*\(?\s*\d+[A-Za-z_]', next(lines, "")))
 
 
@@ -109,6 +113,7 @@ def _orders(text: str, name: str) -> ChunkOrders:
     every = [action for _, actions in ranks for action in actions]
     microbatches, chunks = _count(every, "microbatch"), _count(every, "chunk")
     stage_of = _stage_of([actions for _, actions in ranks], chunks)
+    # Older files write B for the gradient of the input, if the microbatch has a W of its own.
     with_w = {(a.chunk, a.microbatch) for a in every if a.letters == "W"}
     actions_of_task: dict[Task, _Action] = {}
     orders: Orders = []
@@ -117,7 +122,6 @@ def _orders(text: str, name: str) -> ChunkOrders:
         order: list[Task] = []
         for action in actions:
             ops: tuple[Op, ...] = COMPUTES[action.letters]
-            # in older files, an input's gradient
             if action.letters == "B" and action[1:3] in with_w:
                 ops = (Op.B,)
             for op in ops:
@@ -189,6 +193,8 @@ def _count(actions: Sequence[_Action], field: str) -> int:
     """The number of microbatches or chunks. Raises FileError if one below the largest is in no
     action."""
     noun = "stage" if field == "chunk" else field
+    # Numbers 0 1 3 have the gap 2, which is below their count, so 3 is one too many. Numbers 0 1 2
+    # have the gap 3, their count.
     present = {getattr(action, field) for action in actions}
     gap = next(number for number in range(len(present) + 1) if number not in present)
     if gap < len(present):
@@ -243,6 +249,7 @@ def _check_ends(orders: Orders, actions: dict[Task, _Action], chunks: int) -> No
     def waits_for(task: Task) -> Task | None:
         """The task before it that is not done yet."""
         op, chunk, microbatch = task
+        # of the last chunk's B, the head stands in the tick of its F
         before = {
             Op.F: [(Op.F, chunk - 1)],
             Op.B: [(Op.F, chunk), (Op.B, chunk + 1)],
@@ -251,6 +258,8 @@ def _check_ends(orders: Orders, actions: dict[Task, _Action], chunks: int) -> No
         tasks = [(int(op), chunk, microbatch) for op, chunk in before if 0 <= chunk < chunks]
         return next((task for task in tasks if task not in done), None)
 
+    # Each rank does its tasks as far as those that they wait for are done, round by round. A rank
+    # that has tasks left when no rank moves waits for ever.
     done: set[Task] = set()
     at = [0] * len(orders)
     moving = True
@@ -281,6 +290,8 @@ def _check_ends(orders: Orders, actions: dict[Task, _Action], chunks: int) -> No
 def to_order_csv(table: Table) -> str:
     """The text of a file in PyTorch's format with a table's order: a line a stage, whose numbers
     are units. R is part of PyTorch's backward, and is left out."""
+    # B0 and W0 one after the other are one action "0B0"; a B without its W is "0I0". An F and a B
+    # of one cell become a pair, for which the F's action is taken back from the list.
     lines = []
     of_b = (array[table.overlapped].tolist() for array in (table.b_unit, table.b_microbatch))
     overlapped = {(Op.B, unit, microbatch) for unit, microbatch in zip(*of_b, strict=True)}

@@ -11,7 +11,10 @@ left out. Without `permute`, ticks whose messages move have a late permute; with
 embed_gradient, these are in the ticks of the last unit's F, the first unit's F and the first unit's
 B. The settings in the comment may be left out, too: `place`, the stage of each unit (or `circular`
 or `v`; default circular), `chunk`, the chunk of each unit, `name` (default: the file's),
-`vocabulary`. Other lines that begin with # are comments. No JAX here.
+`vocabulary`. Other lines that begin with # are comments.
+
+`to_csv` writes and `read_csv` reads; table_lines.py reads lines and cells as they stand, and here
+they become a table, with units in model order. No JAX here.
 """
 
 import difflib
@@ -21,6 +24,7 @@ import re
 
 import numpy as np
 
+from jaxtrain.schedule.cell_grid import from_cells
 from jaxtrain.schedule.files.table_lines import COLUMNS, Lines, Setting, parse
 from jaxtrain.schedule.files.text import FileError, nearest, number_range, read_text
 from jaxtrain.schedule.placement import PLACEMENTS
@@ -35,7 +39,6 @@ from jaxtrain.schedule.table import (
     cell_name,
     counted,
     directions,
-    from_cells,
     overlapped_b,
     units_of,
 )
@@ -107,6 +110,8 @@ def _in_lines(error: TableError, lines: list[int]) -> FileError:
 
 def _table(lines: Lines, stem: str) -> Table:
     """The table, not checked, of a file's contents. Raises FileError."""
+    # A file says nothing about sizes: they follow from the largest numbers in its cells. It has Rs,
+    # or is of forwards alone, if its cells are.
     microbatches, local_units = _size(lines, "microbatch"), _size(lines, "local_unit")
     stage_of = _stage_of(lines, local_units)
     cells = _in_model_order(lines, stage_of)
@@ -149,6 +154,8 @@ def _table(lines: Lines, stem: str) -> Table:
 def _size(lines: Lines, number_name: str) -> int:
     """The number of microbatches or of local units of a file's cells. Raises FileError for one far
     from all others: no number below the largest may be left out."""
+    # Microbatches 0 1 2 7: gap 3, so the smallest number beyond is 7, most likely a slip, and the
+    # error shows the cell that has it.
     every = [
         (line, column, cell)
         for tick, (line, cells) in enumerate(zip(lines.numbers, lines.cells, strict=True))
@@ -227,6 +234,7 @@ def _stage_of(lines: Lines, local_units: int) -> tuple[int, ...]:
 
 def _chunk_of(settings: dict[str, Setting], stage_of: tuple[int, ...]) -> tuple[int, ...]:
     """The chunk of each unit, by the setting `chunk`; empty where there is none."""
+    # chunk=0,0,1,1 for four units of two chunks: numbers grow by 0 or 1 from unit to unit
     if "chunk" not in settings:
         return ()
     text, number = settings["chunk"]

@@ -54,6 +54,8 @@ class Lines:
 
 def parse(text: str) -> Lines:
     """The contents of a file's text. Raises FileError."""
+    # Lines are numbered from 1, as editors do. Comments and empty lines may stand anywhere; the
+    # first other line is the header.
     settings: dict[str, Setting] = {}
     table_lines: list[tuple[int, list[str]]] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -100,6 +102,8 @@ SETTINGS = ("name", "place", "chunk", "vocabulary")
 
 def _read_settings(line: str, number: int, settings: dict[str, Setting]) -> None:
     """Adds the settings of a comment, each with its line; anything else is a remark."""
+    # "# name=mine place=v, my own schedule" sets name and place. A word that is nearly a setting is
+    # a slip ("plase=v"), any other ("see=paper") a remark.
     for name, value in re.findall(r"(\w+)=(\S*)", line):
         near = difflib.get_close_matches(name.lower(), SETTINGS, n=1, cutoff=0.75)
         if name in SETTINGS:
@@ -124,6 +128,8 @@ def _separator(text: str) -> str | None:
 
 def _stages(header: list[str], number: int) -> int:
     """The number of stages of a header."""
+    # In order: another separator, no header at all, unknown or repeated columns, no stage, stages
+    # in another order. The earliest of these that applies explains the line best.
     text = ",".join(header)
     if "," not in text and (separator := _separator(text)):
         cell = rf"(stage ?\d+|\d+|[A-Za-z]\d+\.\d+|{'|'.join(COLUMNS)})"
@@ -142,6 +148,7 @@ def _stages(header: list[str], number: int) -> int:
         and not difflib.get_close_matches(name.lower(), COLUMNS, n=1, cutoff=0.7)
     ]
     stages = len(of_stages)
+    # "stage 0,stage 1" or "0,1": both are read, "stage 0,1" is not
     bare_numbers = all(name.isdecimal() for name in header if name not in COLUMNS)
     known = [str(stage) if bare_numbers else f"stage {stage}" for stage in range(stages)]
     for index, name in enumerate(header):
@@ -192,6 +199,8 @@ def _cell(field: str, number: int, column: str) -> LocalCell | None:
         return None
     if match := CELL.fullmatch(field):
         return LocalCell(int(Op[match[1]]), int(match[2]), int(match[3]))
+    # What was it to be? Cells with another separator, an op in lower case or another op, an op
+    # without its microbatch.
     form, use = "write op, unit, dot, microbatch, such as", ""
     rule = f"{field[:40]!r} is no cell: {form} F0.3"
     parts = [part for part in re.split(r"[;\t|\s]+", field) if part]

@@ -31,12 +31,12 @@ def read_text(path: str) -> str:
     if not path:
         raise ScheduleError("csv: names no file", use=f"csv:FILE, {WRITTEN}")
     try:
-        # `|` or `<(…)`
+        # A pipe of the shell, `|` or `<(…)`, has somebody who writes into it. Another pipe, or a
+        # device, would be read for ever.
         piped = (
             path.startswith(("/dev/stdin", "/dev/fd/", "/proc/self/fd/"))
             and pathlib.Path(path).is_fifo()
         )
-        # a pipe would be waited for, a device has no end
         if os.path.exists(path) and not (os.path.isfile(path) or piped):
             raise OSError(0, "it is not a regular file")
         if not piped and os.path.exists(path) and os.path.getsize(path) > MOST_BYTES:

@@ -17,7 +17,8 @@ from jaxtrain.schedule.table import Permute, Table
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A table's times and memory. Bubbles are fractions of time that the busiest stage is idle.
+    """A table's times and memory. Bubbles are fractions of time in which the
+    busiest stage is idle.
 
     step_time, step_time_coupled       of the table, by the independent and by the coupled clock
     span                               longest time from a stage's first op to the end of its last
@@ -60,6 +61,8 @@ def simulate(
         concerns the independent clock, and needs tables whose every W is the next cell after its B.
         Raises ValueError for others.
     """
+    # 1F1B on 2 stages, 4 microbatches, F = B = W = 1: each stage works 12 of the 14 that the step
+    # takes. The span of stage 0 is 14, too, so both bubbles are 1/7.
     timeline = independent(table, times, shares, fused_backward)
     timeline_coupled = coupled(table, times, shares)
     busy = np.bincount(timeline.stage, timeline.end - timeline.start, table.stages).tolist()
@@ -95,6 +98,8 @@ Figures = dict[str, Any]  # as JSON has them
 def figures(table: Table, result: Simulation) -> Figures:
     """The object that --json prints. Times are of one step, those of the table divided by its
     steps."""
+    # A table of several steps has the times of all of them; its figures are of one. Bubbles and
+    # residuals are those of the table.
     slotted = assign_slots(table)
     return {
         "schedule": table.name,
