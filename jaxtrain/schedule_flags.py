@@ -279,15 +279,15 @@ def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
                 f"--{error.problem}", {"repeats": max(1, default_repeats(name))}
             ) from None
     if flags.overlap and not may_overlap(name):
-        other, *more = OVERLAPPED
-        fix: dict[str, object] = {"schedule": other}
+        suggested, *others = OVERLAPPED
+        fix: dict[str, object] = {"schedule": suggested}
         if spec.repeats:
-            fix["repeats"] = default_repeats(other)
+            fix["repeats"] = default_repeats(suggested)
         raise UsageError(
             f"--overlap={flags.overlap} does not fit --schedule={name!r}, where no F and B of "
             "other microbatches stand side by side",
             fix,
-            more,
+            others,
         )
     if flags.fused_backward and name not in FUSED and not name.startswith(CSV):
         raise UsageError(

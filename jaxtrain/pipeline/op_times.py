@@ -22,7 +22,7 @@ def has_recompute_ops(remat: str) -> bool:
 def saved_fractions(remat: str, sizes: Sequence[int]) -> tuple[float, ...]:
     """The fraction of each unit's layers that save all while `pipeline.remat` has others
     recomputed; () where no unit has such layers. sizes: the layers of each unit."""
-    # remat="2" (two layers of each unit), units of 3 and 1 layers: 2 and 1 are recomputed, so the
+    # remat="full:2" (two layers of a unit), units of 3 and 1 layers: 2 and 1 are recomputed, so the
     # fractions that save all are 1/3 and 0.
     recomputed = [remat_of(remat).recomputed(size) for size in sizes]
     if not any(recomputed) or recomputed == [*sizes]:

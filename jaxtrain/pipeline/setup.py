@@ -57,7 +57,7 @@ class _Candidate:
     shares: tuple[float, ...]
 
     @property
-    def weighed(self) -> Cost:
+    def weighted_cost(self) -> Cost:
         """The cost by which the two places of the vocabulary are compared.
 
         Time is weighed against memory: embedding and head sharded over all stages need less of it
@@ -232,7 +232,7 @@ class _Search:
                 fixes=values_for("pipeline.schedule", SCHEDULES),
             ) from None
         # Of equal candidates the earliest: fewer chunks, then the vocabulary on all stages.
-        best = min(candidates, key=lambda candidate: candidate.weighed)
+        best = min(candidates, key=lambda candidate: candidate.weighted_cost)
         self.report("check", 1.0)
         check(best.table)
         placement = Placement(layers, stages, stage_of=best.table.stage_of, sizes=best.sizes)
@@ -359,6 +359,8 @@ class _Search:
         """A table with `repeats` chunks on a stage, of so many layers each; of `auto`, within
         `memory` residuals of a stage."""
         pipeline, stages, layers = self.pipeline, self.stages, self.model.layers
+        # A file's table says how many units each chunk has; orders and named schedules take the
+        # setting's.
         file = self._file
         if isinstance(file, Table):
             units_per_chunk = units_of_chunks(file)

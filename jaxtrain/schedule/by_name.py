@@ -120,6 +120,8 @@ def make_forward_table(
 ) -> Table:
     """The table of evaluation: forwards and losses alone, of units on the training table's stages.
     `permute`: one of PACKINGS."""
+    # The training table's stages, since the parameters lie there; any order would do, and this one
+    # keeps few inputs waiting.
     shape = TableShape(
         name="forward",
         stage_of=stage_of,

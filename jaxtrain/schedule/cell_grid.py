@@ -43,6 +43,8 @@ def from_cells(
     overlapped: (tick, stage) → unit and microbatch of the B that is overlapped with the F there
     columns: those of `from_grid`
     """
+    # [[(F, 0, 0), None], [None, (F, 1, 0)]]: tick 0 has F of unit 0 on stage 0, tick 1 F of unit 1
+    # on stage 1
     grid = CellGrid.idle(len(cells), shape.stages)
     for tick, cells_of_tick in enumerate(cells):
         for stage, cell in enumerate(cells_of_tick):

@@ -17,8 +17,8 @@ The ops of a tick, in order:
     head, embed_gradient
     update_layers, update_ends        where the table has several steps: the optimizer's update of
                                       the stage's layers, and of embedding and head
-    check_step                        there, after a step's last update: was it right to update
-                                      without clipping
+    check_step                        there, after a step's last update: whether the step has to be
+                                      clipped or skipped instead
     permute_LATE
 
 F, K and B write their result into the buffer by which it leaves, `up` or `down`, where the table

@@ -107,6 +107,7 @@ LIGHTEST = 0.55  # how far the last chunk's colour is on its way to white
 
 def shade(name: str, chunk: int, chunks: int) -> Colour:
     """The colour of an op on a stage's `chunk`-th of `chunks` chunks."""
+    # Of three chunks: 0, 27.5 % and 55 % of the way to white
     white = LIGHTEST * chunk / max(1, chunks - 1)
     red, green, blue = (round(part + (255 - part) * white) for part in COLOURS[name])
     return red, green, blue
@@ -206,6 +207,8 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
 def _labels(table: Table) -> dict[str, list[str]]:
     """Line → its label for each tick, empty for nothing: a line for each stage, for the head and
     for the permute."""
+    # F2 for microbatch 2, or F1.2 with the local unit where stages have several; F1.2+B0.0 for an
+    # overlapped cell, W0O for a W with the stage's update behind it
     local, several = local_unit_of(table.stage_of), table.units > table.stages
     labels = {f"stage {stage}": [""] * table.ticks for stage in range(table.stages)}
     busy = (array.tolist() for array in table.busy)
@@ -275,6 +278,7 @@ def svg(table: Table, timeline: Timeline, title: str) -> str:
 
 def _legend(table: Table, timeline: Timeline) -> tuple[list[str], float]:
     """The meaning of the colours, and where it ends."""
+    # Letters are about 6.2 pixels wide in this font and size; an SVG cannot measure its text.
     parts, x = [], 8.0
     looks = [(f'fill="{_hex(shade(name, 0, 1))}"', MEANINGS[name]) for name in _names(timeline)]
     for look, meaning in [*looks, *[(OUTLINE, TOGETHER)] * table.overlaps]:
@@ -355,6 +359,8 @@ def _lanes(table: Table, timeline: Timeline, scale: float) -> list[str]:
 
 def _pixels(timeline: Timeline, total: float) -> float:
     """Width for the time axis: enough for the number in the shortest op, within bounds."""
+    # 24 pixels for the shortest op, so that its number can be read, but never so many that a long
+    # table becomes a picture nobody can scroll.
     times = timeline.end - timeline.start
     shortest = float(times[times > 0].min(initial=total))
     return min(MOST_PIXELS, max(480.0, PIXELS_OF_AN_OP * total / shortest))
@@ -382,6 +388,7 @@ def stacked_bars(
 ) -> None:
     """Adds stacked bars to matplotlib's axes, one a column, from the bottom up; a part has the same
     colour in all of them."""
+    # All columns' bars of a part in one call: then the legend has each part once.
     bottoms = [0.0] * len(columns)
     for name in dict.fromkeys(name for column in columns for name in column):
         heights = [column.get(name, 0.0) for column in columns]

@@ -14,8 +14,8 @@ def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float
     """The most residuals that each stage holds in one tick; 1 is those of one chunk for one
     microbatch.
 
-    Residuals are held from the tick of F to the tick of B. With `count_weight_stash` they are held
-    to the tick of W, so that the weight stash counts as much as the residuals of B; and of the
+    Residuals count from the tick of F to the tick of B. With `count_weight_stash` they count to the
+    tick of W, so that the weight stash counts as much as the residuals of B; and of the
     recomputed layers of a unit F saves the input alone, a twentieth, and R the rest. A unit counts
     as its fraction of its chunk. Forward-only tables hold none.
     """
@@ -27,16 +27,16 @@ def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float
     # to a tick. The last column is of idle cells.
     change = np.zeros((len(Op), table.units + 1))
     for unit, chunk in enumerate(table.chunk_of):
-        part = 1 / table.chunk_of.count(chunk)
+        fraction = 1 / table.chunk_of.count(chunk)
         if count_weight_stash and table.recomputes(unit):
-            rebuilt = part * (1 - INPUT) * table.recomputed[unit]
-            change[Op.F, unit], change[Op.R, unit] = part - rebuilt, rebuilt
+            rebuilt = fraction * (1 - INPUT) * table.recomputed[unit]
+            change[Op.F, unit], change[Op.R, unit] = fraction - rebuilt, rebuilt
         else:
-            change[Op.F, unit] = part
-        change[last_reader, unit] = -part
-    held = np.cumsum(change[table.op, table.unit], axis=0)
+            change[Op.F, unit] = fraction
+        change[last_reader, unit] = -fraction
+    saved = np.cumsum(change[table.op, table.unit], axis=0)
     if table.overlaps:
         # An overlapped B frees residuals only after the tick in which its F saves others.
         freed = change[np.where(table.overlapped, Op.B, Op.IDLE), table.b_unit]
-        held += np.cumsum(freed, axis=0) - freed
-    return [round(peak, 9) for peak in held.max(axis=0, initial=0.0).tolist()]
+        saved += np.cumsum(freed, axis=0) - freed
+    return [round(peak, 9) for peak in saved.max(axis=0, initial=0.0).tolist()]

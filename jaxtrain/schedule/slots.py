@@ -1,8 +1,8 @@
 """The slots that hold the values of a table, found by interval colouring of the values' lifetimes.
 They are the fewest that the table allows.
 
-A stage has five pools of slots, and others for what only some settings save, each shared by all its
-units. A value takes one slot of its pool from the tick in which it arrives to the tick of its last
+A stage has five pools of slots, each shared by all its units; some settings add further ones. A
+value takes one slot of its pool from the tick in which it arrives to the tick of its last
 reader, both included, so no tick reads a slot and fills it with another value:
 
     activation     a unit's input          from its arrival, from the embedding, or from the unit

@@ -231,6 +231,7 @@ class Table(TableShape):
 
     def _in_model_order(self, local_unit: np.ndarray, present: np.ndarray) -> np.ndarray:
         lookup = unit_lookup(self.stage_of, self.stages)
+        # Idle cells have local unit −1; they look up unit 0, and are set to −1 below.
         units = lookup[np.arange(self.stages), np.maximum(local_unit, 0)]
         return np.where(present, units, -1).astype(np.int32)
 
@@ -296,6 +297,7 @@ class Table(TableShape):
     def update_ends(self) -> np.ndarray:
         """int32 [ticks]: the step whose update of embedding and head all stages do together at the
         end of a tick, that of the first unit's stage; −1 none."""
+        # That stage needs the embedding before any other, for the next step's earliest F.
         return self.update[:, self.stage_of[0]]
 
     @functools.cached_property
@@ -304,6 +306,7 @@ class Table(TableShape):
         is known; −1 none. Every op of the next step's backward stands later, and so do its
         updates: a microbatch goes through all stages first, in their updated layers."""
         check = np.full(self.ticks, -1, np.int32)
+        # The gradient's norm is a sum over all stages, known when the last of them is done.
         for step in range(self.steps if self.steps > 1 else 0):
             check[np.flatnonzero((self.update == step).any(1))[-1]] = step
         return check

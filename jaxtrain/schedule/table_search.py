@@ -282,7 +282,7 @@ class _ListState:
         self.next_f, self.next_b = [0] * chunks, [0] * chunks
         self.arrived_f: list[list[float]] = [[0.0] * microbatches, *([] for _ in stage_of[1:])]
         self.arrived_b: list[list[float]] = [[] for _ in stage_of]
-        self.held, self.clock = [0] * stages, [0.0] * stages
+        self.residuals, self.clock = [0] * stages, [0.0] * stages
         # (chunk, microbatch) of the W's to do
         self.weights: list[collections.deque[tuple[int, int]]] = [
             collections.deque() for _ in range(stages)
@@ -291,11 +291,11 @@ class _ListState:
         # the next possible ops of each stage, and when the earliest could begin
         self.choices: list[list[Choice]] = [[] for _ in range(stages)]
         self.begin = [NEVER] * stages
-        self.look(stage_of[0])
+        self.list_choices(stage_of[0])
 
-    def look(self, stage: int) -> None:
+    def list_choices(self, stage: int) -> None:
         """Lists a stage's choices, each from the time at which it could begin."""
-        clock, held = self.clock[stage], self.held[stage]
+        clock, residuals = self.clock[stage], self.residuals[stage]
         choices: list[Choice] = (
             [(clock, W, self.weights[stage][0][0])] if self.weights[stage] else []
         )
@@ -305,7 +305,7 @@ class _ListState:
                 (F, self.arrived_f[chunk], self.next_f[chunk]),
                 (B, self.arrived_b[chunk], self.next_b[chunk]),
             ):
-                if microbatch < len(arrived) and (op == B or held < self.capacity[chunk]):
+                if microbatch < len(arrived) and (op == B or residuals < self.capacity[chunk]):
                     begin = arrived[microbatch]
                     begin = begin if begin > clock else clock
                     choices.append((begin, op, chunk))
@@ -317,12 +317,12 @@ class _ListState:
         begin, op, chunk = choice
         if op == W:
             chunk, microbatch = self.weights[stage].popleft()
-            self.held[stage] -= 1
+            self.residuals[stage] -= 1
             self.clock[stage] = begin + self.time_w
         elif op == F:
             microbatch = self.next_f[chunk]
             self.next_f[chunk] += 1
-            self.held[stage] += 1
+            self.residuals[stage] += 1
             self.clock[stage] = begin + self.time_f
             # The head follows the last chunk's F at once: that is when its B can begin.
             if chunk < self.last:
@@ -337,10 +337,10 @@ class _ListState:
             if chunk > 0:
                 self._send(stage, chunk - 1, self.arrived_b, self.ways[chunk - 1])
         self.orders[stage].append((op, chunk, microbatch))
-        self.look(stage)
+        self.list_choices(stage)
 
     def _send(self, stage: int, reader: int, arrived: list[list[float]], way: int) -> None:
         """Sends the result of a stage's op to the chunk that reads it."""
         arrived[reader].append(self.clock[stage] + (self.message if way else 0.0))
         if self.stage_of[reader] != stage:
-            self.look(self.stage_of[reader])
+            self.list_choices(self.stage_of[reader])

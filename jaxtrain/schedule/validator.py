@@ -1,9 +1,9 @@
-"""Checks of a table: a runtime that executes it computes every task once, with the right values,
-and ends.
+"""Checks of a table: a runtime that executes it computes every task once, with correct values, and
+ends.
 
     every task once           shapes, cells that exist, none twice, none missing, columns
-    on the right values       what an op reads has arrived, and no message is overwritten
-    on the right parameters   in a table of several steps
+    correct values            what an op reads has arrived, and no message is overwritten
+    correct parameters        in a table of several steps, each op stands between two updates
 
 Each check relies on those before it, and reports the fault of the earliest tick. Errors name a cell
 as CSV files do, F0.3, and what to change. Begin with `check`. No JAX here.
@@ -29,7 +29,7 @@ from jaxtrain.schedule.transport import NEVER, Arrivals, arrivals, buffer_number
 
 def check(table: Table, memory: float | None = None, count_weight_stash: bool = False) -> None:
     """Raises TableError, for the earliest tick that is wrong, unless a runtime that follows the
-    table does every task once and right.
+    table does every task once, on correct values.
 
     memory: the most residuals that a stage may hold, as `peak_residuals` counts them.
     """
@@ -233,7 +233,7 @@ def _check_column(table: Table, name: str) -> None:
         )
 
 
-# --- on the right values --------------------------------------------------------------------------
+# --- correct values -------------------------------------------------------------------------------
 
 
 def _check_order(table: Table) -> None:
@@ -353,7 +353,7 @@ def _early_column(table: Table, name: str, readable: np.ndarray) -> TableError |
     )
 
 
-# --- on the right parameters ----------------------------------------------------------------------
+# --- correct parameters ---------------------------------------------------------------------------
 
 
 def _check_steps(table: Table) -> None:

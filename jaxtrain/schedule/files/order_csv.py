@@ -149,6 +149,8 @@ def _orders(text: str, name: str) -> ChunkOrders:
 def _share_a_cell(actions: dict[Task, _Action], task: Task, following: Task) -> bool:
     """True for an F and the B after it that a file has as one OVERLAP_F_B. A microbatch's own B
     waits for its F, and shares no cell with it."""
+    # (0F2;2B1)OVERLAP_F_B gives F0.2, B2.1 and W2.1: F and B are neighbours in the order, and come
+    # from one cell of the file.
     f, b = actions[task], actions[following]
     one_cell = f.in_pair and b.in_pair and (f.line, f.column) == (b.line, b.column)
     return one_cell and (task[0], following[0]) == (Op.F, Op.B) and task[2] != following[2]
@@ -211,6 +213,7 @@ def _count(actions: Sequence[_Action], field: str) -> int:
 def _stage_of(ranks: Sequence[Sequence[_Action]], chunks: int) -> tuple[int, ...]:
     """The rank that holds each chunk. Raises FileError for a chunk on two of them, and for
     consecutive chunks on ranks that are not neighbours."""
+    # chunk → its rank, and the action that put it there, for the error
     holder: dict[int, tuple[int, _Action]] = {}
     for rank, actions in enumerate(ranks):
         for action in actions:
@@ -226,6 +229,7 @@ def _stage_of(ranks: Sequence[Sequence[_Action]], chunks: int) -> tuple[int, ...
     try:
         directions(stage_of, len(ranks))
     except TableError as error:
+        # PyTorch's words: its ranks are stages here, its stages units.
         raise FileError(error.rule.replace("stage", "rank").replace("unit", "stage")) from None
     return stage_of
 

@@ -93,6 +93,7 @@ def read_csv(path: str, text: str | None = None) -> Table:
 
 def _in_lines(error: TableError, lines: list[int]) -> FileError:
     """The fault with the file's lines in place of ticks. lines: of each tick."""
+    # A message that arrives after the table's end is named by the last line.
     ticks = [
         f"line {lines[tick]}" if tick < len(lines) else f"a line after {lines[-1]}"
         for tick in error.ticks
@@ -183,6 +184,7 @@ def _size(lines: Lines, number_name: str) -> int:
 
 def _in_model_order(lines: Lines, stage_of: tuple[int, ...]) -> list[list[Cell | None]]:
     """The cells with units in model order."""
+    # F1.3 on stage 2 of a V with 3 stages, 0 1 2 2 1 0: local unit 1 there is unit 3 of the model.
     units = units_of(stage_of, lines.stages)
     for tick, (number, cells) in enumerate(zip(lines.numbers, lines.cells, strict=True)):
         of_stages = [(stage, cell) for stage, cell in enumerate(cells)]
@@ -209,6 +211,7 @@ def _in_model_order(lines: Lines, stage_of: tuple[int, ...]) -> list[list[Cell |
 
 def _stage_of(lines: Lines, local_units: int) -> tuple[int, ...]:
     """The stage of each unit, by the setting `place`."""
+    # place=v, place=circular, or the stages themselves: place=0,1,1,0
     stages = lines.stages
     text, number = lines.settings.get("place", Setting("circular"))
     if text in PLACEMENTS:

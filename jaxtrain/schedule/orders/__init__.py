@@ -98,6 +98,8 @@ class Schedule:
                    followed by B of another microbatch
     """
 
+    # Closed forms let the planner compare thousands of layouts without a table for each. Tests hold
+    # them against the tables (tests/schedule/test_orders.py).
     order: Callable[[int, int, int], Orders]
     placement: str
     least_repeats: int
@@ -260,6 +262,8 @@ def closed_forms(name: str, overlap: bool = False) -> Schedule:
     """The schedule of this name, or the one with overlapped cells; for `auto` and a file, whose
     tables are not known yet, the one with several chunks of any number. Raises KeyError for another
     name."""
+    # A search or a file with several chunks is closest to interleaved 1F1B; the planner only needs
+    # a figure to begin with.
     known = OVERLAPPED if overlap else SCHEDULES
     return known[INTERLEAVED if name == AUTO or name.startswith(CSV) else name]
 
@@ -304,6 +308,7 @@ def overlapped_forwards(orders: Orders) -> frozenset[Task]:
 
 def _in_steady_state(orders: Orders, v: int) -> frozenset[Task]:
     """The Fs of orders `in_pairs` after the warm-up of each stage, which stand before a B."""
+    # p = v = 2, m = 4, stage 0: after the warm-up's five forwards, F0.3, F2.2 and F2.3
     m = max(k for _, _, k in orders[0]) + 1
     overlapped: list[Task] = []
     for s, order in enumerate(orders):
