@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain import cli, generate_command, train_command
-from jaxtrain.config import Config, ConfigError, get, value_text
+from jaxtrain.config import Config, ConfigError, ResolvedConfig, get, value_text
 from jaxtrain.devices import startup
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # these import jax, or take long
     from jax.sharding import Mesh
 
     from jaxtrain.data.loader import Batch
-    from jaxtrain.planner.search.predict import Prediction
+    from jaxtrain.planner.command.main import Prediction
     from jaxtrain.training.state import TrainState
     from jaxtrain.training.step import StepMetrics
 
@@ -117,7 +117,7 @@ class CompiledStep:
                    others as float32 arrays). It donates the state, which cannot be used afterwards
     """
 
-    config: Config
+    config: ResolvedConfig
     mesh: "Mesh"
     initial_state: "Callable[[], TrainState]"
     batch: "Callable[[int], Batch]"
@@ -157,19 +157,19 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
     from jaxtrain.config.rules.checks import Environment
     from jaxtrain.data.loader import make_loaders, prepare_corpus
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.hf import importing
     from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run
+    from jaxtrain.prepare import prepare
+    from jaxtrain.run_state import make_state
     from jaxtrain.training import step as steps
-    from jaxtrain.training.state import initial_state
 
     environment = Environment(
         jax.device_count(), jax.default_backend(), recipe, rules=RULES_WITH_TABLES
     )
-    check_run(config, environment)
-    ready = train_command.prepare(config, environment, None, measures=False)
+    checked, no_folder = check_run(config, environment), pathlib.Path()
+    ready = prepare(checked, no_folder, reads_times=False, measures_times=False)
     if ready is None:
         raise KeyboardInterrupt
-    settings = ready.resolved
+    settings = ready.config
     corpus = prepare_corpus(settings.data, settings.model.vocab_size, settings.train)
     mesh = make_mesh(sizes_of(settings.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
@@ -179,9 +179,7 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
 
     def first_state() -> "TrainState":
         with jax.set_mesh(mesh):
-            if settings.train.init_from:
-                return importing.read_together(importing.open_together(settings), step)
-            return initial_state(step.layout, step.optimizer, settings.train.seed)
+            return make_state(settings, step, None)
 
     return CompiledStep(settings, mesh, first_state, data.batch, programs.take)
 

@@ -82,7 +82,7 @@ def parse(
     recipe: Config | None = None,
     check: Callable[[types.SimpleNamespace, Config], object] = lambda namespace, config: None,
 ) -> tuple[Config, types.SimpleNamespace]:
-    """Returns (the checked config, not resolved; the values of the other flags as a namespace) for
+    """Returns (the checked config; the values of the other flags as a namespace) for
     a command that takes a recipe.
 
     argv: the arguments without the program's name
@@ -246,7 +246,7 @@ def _refusal(
                 checkpoint=cfg.replace(
                     resumed.meta.stored_config(),
                     {"data.tokenizer": config.data.tokenizer},  # the checkpoint's may have moved
-                ),
+                ).to_store(),
             )
     return checks.error_of(config, environment)
 

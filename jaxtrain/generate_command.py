@@ -41,7 +41,7 @@ from jaxtrain.checkpoint.steps import (
     what_is_wrong,
 )
 from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
-from jaxtrain.config import Config, ModelConfig
+from jaxtrain.config import Config, MeshConfig, ModelConfig, StoredConfig
 from jaxtrain.config.errors import UsageError, flag_text
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.rules.mesh_rules import kv_heads_fit, mlp_widths
@@ -354,6 +354,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
     import jax
 
     from jaxtrain.checkpoint.restoring import load_parameters, wrong_arrays
+    from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.generation.sampling import Sampler
 
     wrong, damaged = functools.partial(wrong_arrays, trained_alone=True), dict[int, str]()
@@ -362,6 +363,8 @@ def load(flags: types.SimpleNamespace) -> Loaded:
         config, tokenizer, ids = prompted(folder, step, flags)
         check_model(config.model, len(ids), flags)
         check_devices(len(jax.devices()), config.model, flags)
+        sizes = sizes_of(MeshConfig(data=1, context=flags.context, model=flags.model))
+        mesh = make_mesh(sizes, jax.devices()[: device_count(flags)])
         try:
             with read_errors(folder):
                 layout, params = load_parameters(
@@ -370,8 +373,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
                     config.model,
                     config.precision,
                     config.train.diloco_inner_steps > 0,
-                    jax.devices()[: device_count(flags)],
-                    flags.context,
+                    mesh,
                 )
         except DamageError as error:
             if flags.step >= 0:
@@ -384,8 +386,8 @@ def load(flags: types.SimpleNamespace) -> Loaded:
 
 def prompted(
     folder: epath.Path, step: int, flags: types.SimpleNamespace
-) -> tuple[Config, "Tokenizer", list[int]]:
-    """A checkpoint's resolved config and tokenizer, and the prompt's ids. Raises UsageError if
+) -> tuple[StoredConfig, "Tokenizer", list[int]]:
+    """A checkpoint's config and tokenizer, and the prompt's ids. Raises UsageError if
     the meta or the prompt cannot be read."""
     from jaxtrain.data.tokenizer import prompt_ids
 
@@ -397,13 +399,13 @@ def prompted(
         raise UsageError(str(error)) from None
 
 
-def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"]:
-    """The resolved config and the tokenizer that a checkpoint's meta describes. Raises ValueError,
+def understand(meta: Meta, name: str, workdir: str) -> tuple[StoredConfig, "Tokenizer"]:
+    """The config and the tokenizer that a checkpoint's meta describes. Raises ValueError,
     in one line, for a meta that lacks one."""
     from jaxtrain.data.tokenizer import check_stops, tokenizer_from
 
     try:
-        config = meta.stored_config().resolve()
+        config = meta.stored_config()
         # the run's folder, or that of its checkpoints
         folders = [workdir, f"{workdir}/{SOURCE}", f"{workdir}/../{SOURCE}"]
         tokenizer = tokenizer_from(meta.tokenizer, folders)

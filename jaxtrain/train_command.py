@@ -2,33 +2,27 @@
 `jaxtrain.train` is made, too (api.py). cli.py parses the flags, loop.py has the training loop."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
 import pathlib
 import signal
 import sys
-import threading
 import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
-from jaxtrain.config import Config, ConfigError, flags, one_line, replace
+from jaxtrain.config import Config, flags, one_line
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
-from jaxtrain.config.rules.mesh_rules import elastic_notes, filled
+from jaxtrain.config.rules.mesh_rules import elastic_notes
 from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import job, several_processes
 from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run, default_corpus_notes
-from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import out_of_memory, peers, streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.progress import SearchProgress
-from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection
-from jaxtrain.training import stored_op_times
+from jaxtrain.run.wall_clock import Phase, WallClock, imports_without_collection
 
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
@@ -130,7 +124,7 @@ def run(config: Config, flags: types.SimpleNamespace, clock: WallClock) -> ExitS
 
             import jax
 
-            from jaxtrain import loop, replay, start_lines
+            from jaxtrain import loop, prepare, replay, start_lines
             from jaxtrain.devices import cluster
             from jaxtrain.planner.for_training import dry_run, fitting
         gpus = jax.device_count() if jax.default_backend() == "gpu" else 0
@@ -138,91 +132,32 @@ def run(config: Config, flags: types.SimpleNamespace, clock: WallClock) -> ExitS
             cluster.log(*nccl.describe(nccl.version(), gpus, jax.process_count(), flags.old_nccl))
         if writes and jax.process_count() > 1:
             places.check_together(config, flags.workdir)
-        clock.enter(Part.TABLE)
+        clock.enter(Phase.TABLE)
         folder = pathlib.Path(flags.workdir)
         environment = Environment(
             jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES_WITH_TABLES
         )
-        check_run(config, environment)
-        on_mesh = filled(config, environment.devices)
+        checked = check_run(config, environment)
         notes = (
             *flags.notes,
-            *elastic_notes(config, on_mesh),
-            *unused_settings(on_mesh, environment.platform),
+            *elastic_notes(config, checked.on_mesh),
+            *unused_settings(checked.on_mesh, environment.platform),
             *default_corpus_notes(config),
         )
         cluster.log(*(f"note: {note}" for note in notes))
         with out_of_memory.named(functools.partial(fitting, config, environment)):
-            ready = prepare(config, environment, None if flags.dry_run else folder, measures=writes)
-            if not ready:
+            run = prepare.prepare(
+                checked, folder, reads_times=not flags.dry_run, measures_times=writes
+            )
+            if not run:
                 return None
-            run = (ready.resolved, ready.setup)
             if flags.replay:
-                return replay.replay(*run, folder, flags.replay, clock, config, environment)
+                return replay.replay(run, flags.replay, clock)
             if not flags.dry_run:
-                return loop.run(*run, folder, clock, config, environment)
-            lines, record = dry_run(*run, clock, start_lines.before_a_dry_run)
+                return loop.run(run, clock)
+            lines, record = dry_run(run, clock, start_lines.before_a_dry_run)
     cluster.log(json.dumps(record) if flags.json else "\n".join(lines))
     return ExitStatus.FINISHED
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Ready:
-    """A checked and resolved config whose mesh is known, and its tables."""
-
-    resolved: Config
-    setup: Setup
-
-
-def prepare(
-    config: Config, environment: Environment, folder: pathlib.Path | None, measures: bool
-) -> Ready | None:
-    """The config, whose rules were checked, with its op times and tables; None if Ctrl-C has
-    stopped the search for a table.
-
-    folder: the run's, whose op times are read; None: none are
-    measures: op times may be measured, and tables are made anew for them
-
-    Raises OpTimesError, and ConfigError as `find_tables`.
-    """
-    from jaxtrain.devices import cluster
-    from jaxtrain.training.measured_op_times import known_times, measured_times
-
-    times = known_times(filled(config, environment.devices).resolve(), folder)
-    ready = find_tables(replace(config, {"pipeline.times": times or ()}), environment)
-    if ready and times is None and measures:
-        times = measured_times(ready.resolved, ready.setup)
-        cluster.log(stored_op_times.describe(times))
-        ready = find_tables(replace(config, {"pipeline.times": times}), environment)
-    return ready
-
-
-def find_tables(config: Config, environment: Environment) -> Ready | None:
-    """The config, whose other rules were checked, with its tables; None if Ctrl-C has stopped the
-    search. Shows the progress of a long search. Raises ConfigError as `make_setup` does."""
-    from jaxtrain.devices import cluster
-
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    takes_signals = is_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    if takes_signals:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with SearchProgress(
-            "searching for a table", shown=cluster.is_main(), log=sys.stdout
-        ) as progress:
-            resolved = filled(config, environment.devices).resolve()
-            try:
-                return Ready(resolved, make_setup(resolved, progress))
-            except ConfigError:
-                checks.check(config, environment)  # raises it with flags that keep every rule
-                raise
-    except KeyboardInterrupt:
-        if cluster.is_main():
-            print("stopped before training began: nothing was written", file=sys.stderr, flush=True)
-        return None
-    finally:
-        if takes_signals:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _leave(status: int) -> int:

@@ -21,7 +21,8 @@ from jaxtrain.config import OptimizerConfig
 from jaxtrain.models.spec import is_spec
 from jaxtrain.runtime.runtime import Runtime, StepsResults
 from jaxtrain.runtime.updates import PartsState, Rule, UpdateRules
-from jaxtrain.training.state import ParameterLayout, TrainState
+from jaxtrain.training.parameter_layout import ParameterLayout
+from jaxtrain.training.state import TrainState
 from jaxtrain.training.update.optimizer import make_optimizer, parts_of, updates_made
 
 StepMetrics = dict[str, jax.Array]

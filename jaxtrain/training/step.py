@@ -17,12 +17,12 @@ from jax.stages import Compiled, Lowered, Wrapped
 from jax.typing import ArrayLike
 
 from jaxtrain.config import (
-    Config,
     ConfigError,
     DataConfig,
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
+    ResolvedConfig,
 )
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
@@ -46,9 +46,10 @@ from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run.metrics import METRICS, host
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime, SlotBytes
+from jaxtrain.training.initial_values import random_keys
+from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.several_steps import StepsTogether, train_several
 from jaxtrain.training.state import (
-    ParameterLayout,
     TrainState,
     abstract_state,
     bytes_on_disk,
@@ -69,7 +70,7 @@ from jaxtrain.training.update.streamed_update import (
     streamed_update,
 )
 
-# The use of random keys that the initial values have not (ParameterLayout.keys).
+# The use of random keys that the initial values have not (random_keys).
 ROUNDING = 1
 
 # Float32 scalars by their names in METRICS; of independent replicas arrays [replicas].
@@ -249,15 +250,15 @@ def make_layout(
     )
 
 
-def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
-    """The step of a resolved config on a mesh; nothing is compiled yet.
+def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) -> Step:
+    """The step of a config on a mesh; nothing is compiled yet.
 
     setup: the config's tables, built now if not given.
 
     Raises ConfigError for a schedule that does not fit, and for devices that cannot use the host's
     memory.
     """
-    _check_host_memory(config, mesh)
+    _check_host_memory(config.parallel, config.pipeline.save, mesh)
     setup = setup or make_setup(config)
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     steps, skips = config.train.steps, config.train.on_nonfinite != "stop"
@@ -265,7 +266,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     compute = jnp.dtype(precision.compute)
     layout = make_layout(setup, mesh, model, parallel, precision, data.batch_size, independent)
     layout = dataclasses.replace(layout, optimizer=config.optimizer)
-    keys = layout.keys(config.train.seed, ROUNDING)
+    keys = random_keys(layout, config.train.seed, ROUNDING)
     optimizer = make_optimizer(
         config.optimizer, steps, layout.specs, precision.moments, layout.offload, keys
     )
@@ -549,10 +550,9 @@ def _finish(
     return finish
 
 
-def _check_host_memory(config: Config, mesh: Mesh) -> None:
+def _check_host_memory(parallel: ParallelConfig, save: Sequence[str], mesh: Mesh) -> None:
     """Raises ConfigError if `parallel.offload` or `pipeline.save` needs the host's memory and
-    devices cannot use it."""
-    parallel, save = config.parallel, config.pipeline.save
+    devices cannot use it. save: `pipeline.save`"""
     if not (has := host_memory.missing(mesh)):
         return
     device = mesh.devices.flat[0].device_kind

@@ -327,7 +327,7 @@ def mended(seed: int, number: int) -> tuple[list[str], int, str, list[str]] | No
     flags, devices = draw_refused(seed, number, 8)
     line = fuzz_configs.refusal_of(flags, devices)
     words = fuzz_configs.suggested(line)
-    config = fuzz_configs.config_of([*flags, *words]).resolve()
+    config = fuzz_configs.config_of([*flags, *words]).fill()
     return (
         None
         if any(get(config, path) > most for path, most in SMALL.items())

@@ -47,7 +47,7 @@ from etils import epath  # noqa: E402
 from jaxtrain.checkpoint import __main__ as command  # noqa: E402
 from jaxtrain.checkpoint import manifest, steps  # noqa: E402
 from jaxtrain.checkpoint.manifest import DatabaseError, ManifestError  # noqa: E402
-from jaxtrain.checkpoint.restoring import choose_together  # noqa: E402
+from jaxtrain.checkpoint.resuming import choose_together  # noqa: E402
 from jaxtrain.config.errors import UsageError  # noqa: E402
 from jaxtrain.generate_command import find_checkpoint  # noqa: E402
 from jaxtrain.run import streams  # noqa: E402

@@ -24,7 +24,7 @@ from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment, first_violation
-from jaxtrain.config.rules.mesh_rules import AXES, filled
+from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
 from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.run.exit_status import RunError
@@ -203,7 +203,7 @@ def works(flags: list[str], devices: int) -> bool:
     environment = Environment(devices, "cpu", recipe, rules=RULES_WITH_TABLES)
     if reading.errors or first_violation(config, environment):
         return False
-    make_setup(filled(config, devices).resolve())
+    make_setup(on_mesh(config, devices).resolve())
     return True
 
 
@@ -228,7 +228,7 @@ def refusal_of(flags: list[str], devices: int) -> str:
             )
         environment = Environment(devices, "cpu", namespace.recipe, rules=RULES_WITH_TABLES)
         checks.check(config, environment)
-        make_setup(filled(config, devices).resolve())
+        make_setup(on_mesh(config, devices).resolve())
     except (ConfigError, RunError) as error:
         return f"error: {error}"
     return ""

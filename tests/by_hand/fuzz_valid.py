@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxtrain.config import Config, ConfigError, replace
 from jaxtrain.config.rules.checks import Environment, first_violation
-from jaxtrain.config.rules.mesh_rules import AXES, filled
+from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
 from jaxtrain.config.settings import BIASED
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.schedule.orders import SCHEDULES
@@ -221,7 +221,7 @@ def works(settings: dict[str, Any], devices: int) -> bool:
     if first_violation(config, Environment(devices, "cpu")):  # without a search for what would do
         return False
     try:
-        make_setup(filled(config, devices).resolve())
+        make_setup(on_mesh(config, devices).resolve())
     except ConfigError:
         return False
     return True

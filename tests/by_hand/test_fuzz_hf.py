@@ -33,7 +33,7 @@ def test_random_configs_are_read_or_refused_by_a_field(family):
         assert not case.unknown, case
         imported += 1
         config = replace(Config(model=model), {"data.sequence_length": 16})
-        written = write_model(config.resolve().model, family_of_values, 16)
+        written = write_model(config.fill().model, family_of_values, 16)
         assert list(differing(read_model(written, "config.json")[1], model)) == [], case
     assert imported > DRAWN / 4
 

@@ -6,7 +6,7 @@ import random
 
 from by_hand import fuzz_tokenizers
 from jaxtrain.data import encode
-from jaxtrain.data.records import Piece
+from jaxtrain.data.reading.records import Piece
 
 SIZES = [14_000, 7]
 

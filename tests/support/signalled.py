@@ -24,13 +24,13 @@ MOMENTS = {
     "data": ("jaxtrain.data.tokens", "_tokenize"),
     "tracing": ("jaxtrain.loop", "make_step"),
     "compiling": ("jaxtrain.devices.cluster", "compile_everywhere"),
-    "restoring": ("jaxtrain.checkpoint.checkpoints", "restore_newest"),
+    "restoring": ("jaxtrain.checkpoint.resuming", "restore_newest"),
     "step": ("jaxtrain.data.loader", "Feed.next"),
     "saving": ("jaxtrain.checkpoint.saving", "SaveThread._write"),
     "finishing a save": ("jaxtrain.checkpoint.saving", "SaveThread._finish"),
     "evaluating": ("jaxtrain.training.evaluation", "Evaluation.loss"),
     "ending": ("jaxtrain.loop", "AfterWarmUp.finish"),
-    "sampling": ("jaxtrain.loop", "sample_text"),
+    "sampling": ("jaxtrain.run_end", "sample_text"),
 }
 LASTS_S = 0.5
 

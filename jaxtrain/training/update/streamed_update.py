@@ -28,7 +28,8 @@ from jaxtrain.config import OptimizerConfig
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.devices.state_stream import BlockGroup, StateStream
 from jaxtrain.models.spec import Spec, is_spec
-from jaxtrain.training.state import ParameterLayout, TrainState, gathered
+from jaxtrain.training.parameter_layout import ParameterLayout, gathered
+from jaxtrain.training.state import TrainState
 from jaxtrain.training.update import balance
 from jaxtrain.training.update.optimizer import make_optimizer, parts_of
 

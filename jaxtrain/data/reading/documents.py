@@ -14,9 +14,9 @@ import pkgutil
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.config.sources import FORMATS, File, Source
-from jaxtrain.data.bad_records import BadRecord, Skipped
-from jaxtrain.data.compressed import Reader
-from jaxtrain.data.records import BYTE_ORDER_MARK, Piece, Pieces, Runs, not_utf8
+from jaxtrain.data.reading.bad_records import BadRecord, Skipped
+from jaxtrain.data.reading.compressed import Reader
+from jaxtrain.data.reading.records import BYTE_ORDER_MARK, Piece, Pieces, Runs, not_utf8
 
 BLOCK = 1 << 20  # bytes of a text read at a time
 RENAME = "remove it, or let its name begin with _ or ."
@@ -62,7 +62,7 @@ def pieces(
     for file in source.files:
         count = 0  # of the file's documents
         format = FORMATS[file.format]
-        reader = pkgutil.resolve_name(f"jaxtrain.data.{format.reader}")
+        reader = pkgutil.resolve_name(f"jaxtrain.data.reading.{format.reader}")
         try:
             if skipped is not None and format.holds == "text":
                 for _ in reader(file, runs, scratch):  # raises the error of its end, if it has one

@@ -7,11 +7,12 @@ import jax
 import pytest
 from support import small
 
-from jaxtrain import loop, replay
+from jaxtrain import loop, prepare, replay
 from jaxtrain import train_command as train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster
+from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner import for_training
@@ -25,21 +26,28 @@ def config():
     return small.config((1, 4, 2), "auto", 0, 4, VOCABULARY | {"model.layers": 8})
 
 
-def environment(config):
-    return Environment(8, "cpu", config, rules=RULES_WITH_TABLES)
+def checked(config):
+    environment = Environment(8, "cpu", config, rules=RULES_WITH_TABLES)
+    return CheckedRun(config, environment, config.on_own_mesh())
 
 
-def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(config, monkeypatch, capsys):
+def find_tables(config, folder):
+    return prepare.find_tables(checked(config), config, folder)
+
+
+def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(
+    config, tmp_path, monkeypatch, capsys
+):
     heard = []
 
     def search(*_):
         heard.append(signal.getsignal(signal.SIGINT))
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(train, "make_setup", search)
+    monkeypatch.setattr(prepare, "make_setup", search)
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `main` leaves it
     try:
-        assert train.find_tables(config, environment(config)) is None
+        assert find_tables(config, tmp_path) is None
         assert (
             heard == [signal.default_int_handler]
             and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
@@ -52,13 +60,13 @@ def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(config, monkeypat
     )
 
 
-def test_tables_are_found_once_and_a_report_is_told(config):
+def test_tables_are_found_once_and_a_report_is_told(config, tmp_path):
     told = []
     one = make_setup(config, lambda what, done: told.append(done))
     count = len(told)
     assert count > 20 and told == sorted(told) and told[-1] == 1.0
     assert (
-        train.find_tables(config, environment(config))
+        find_tables(config, tmp_path)
         and make_setup(config, lambda what, done: told.append(done)) is one
         and len(told) == count
     )
@@ -71,7 +79,7 @@ def test_a_file_that_is_wrong_is_answered_with_its_line(tmp_path):
         config = small.config(
             (1, 2, 4), f"csv:{path}", 0, 1, VOCABULARY | {"pipeline.remat": "none"}
         )
-        train.find_tables(config, environment(config))
+        find_tables(config, tmp_path)
     wrong = (
         "line 9 (tick 5), column 'stage 1': W0.0 stands already in line 7 (use it once): use "
         "--config."
@@ -90,7 +98,7 @@ def test_memory_that_is_not_there(of, tmp_path, monkeypatch, capsys):
         )
 
     module = {"dry_run": for_training, "replay": replay, "run": loop}[of]
-    monkeypatch.setattr(module, "Checkpoints" if module is loop else of, refused)
+    monkeypatch.setattr(module, "open_folder" if module is loop else of, refused)
     byes = []
     monkeypatch.setattr(loop.Watchdog, "say_bye", lambda watchdog, *bye: byes.append(bye))
     monkeypatch.setattr(train.startup, "start_jax", lambda *_: None)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config.sources import COMPRESSIONS
-from jaxtrain.data.bad_records import BadRecord
+from jaxtrain.data.reading.bad_records import BadRecord
 
 BLOCK = 1 << 20  # bytes read, and at most decompressed, at a time
 MAGIC = {

@@ -15,7 +15,6 @@ Readers yield the pieces of documents. They yield a BadRecord instead of a recor
 read, and raise one if the rest of the file cannot be read.
 """
 
-import codecs
 import difflib
 import json
 import pathlib
@@ -26,20 +25,14 @@ from typing import Any, NamedTuple
 
 from jaxtrain.config import suggestion
 from jaxtrain.config.sources import File
-from jaxtrain.data.bad_records import SET_FIELDS, BadRecord
-from jaxtrain.data.compressed import BLOCK, Reader, is_compressed, unpack
+from jaxtrain.data.reading.bad_records import SET_FIELDS, BadRecord
+from jaxtrain.data.reading.compressed import Reader, is_compressed, unpack
+from jaxtrain.data.reading.json_text import BYTE_ORDER_MARK, JsonText, JsonValue, items, values
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile("[\\ud800-\\udfff]")
-# what opens, closes or separates JSON values, and what ends a text
-OUTSIDE, IN_QUOTES = re.compile(r'["\[\]{},]'), re.compile(r'"|\\.', re.DOTALL)
-SPACES = re.compile(r"[ \t\r\n]*")
-# A word or number that is cut at the end of the characters read so far is at most as long as this.
-CUT = 16
 SIMILAR = 0.75  # how alike a misspelt field and the field that is meant are at least
 PARQUET_ROWS = 256  # rows of a Parquet file read at a time
 MISSING = object()
-DECODER = json.JSONDecoder()
 
 # (whether their tokens count in the loss, names of fields)
 Runs = list[tuple[bool, tuple[str, ...]]]
@@ -62,8 +55,6 @@ class Piece(NamedTuple):
 
 
 Pieces = Iterator[Piece | BadRecord]
-# (file and line, text, decoded value) of a JSON value
-Entry = tuple[str, str, Any] | BadRecord
 
 
 # --- JSONL ----------------------------------------------------------------------------------------
@@ -75,7 +66,7 @@ def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
         yield from _documents(_lines(stream, file.path), "a line", runs, stream)
 
 
-def _lines(stream: Reader, path: str) -> Iterator[Entry]:
+def _lines(stream: Reader, path: str) -> Iterator[JsonValue]:
     """The values of lines, without blank ones."""
     for number, line in enumerate(stream, 1):
         if number == 1:
@@ -84,7 +75,7 @@ def _lines(stream: Reader, path: str) -> Iterator[Entry]:
             yield _parse(line, f"{path}:{number}")
 
 
-def _parse(line: bytes, where: str) -> Entry:
+def _parse(line: bytes, where: str) -> JsonValue:
     try:
         text = line.decode().rstrip()
         return where, text, json.loads(text)
@@ -97,7 +88,7 @@ def _parse(line: bytes, where: str) -> Entry:
         return BadRecord(where, f"JSON that cannot be read: {str(error).splitlines()[0]}")
 
 
-def _documents(entries: Iterator[Entry], what: str, runs: Runs, stream: Reader) -> Pieces:
+def _documents(entries: Iterator[JsonValue], what: str, runs: Runs, stream: Reader) -> Pieces:
     """The pieces of values that must be objects, and the errors of those that are bad. what: a
     value, in words"""
     for entry in entries:
@@ -144,7 +135,7 @@ def read_json(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
         yield from read_jsonl(file, runs, scratch)
         return
     with Reader(file.path) as stream:
-        text = _JsonText(stream, file.path)
+        text = JsonText(stream, file.path)
         opening = text.peek()
         if opening not in ("[", "{"):
             kind = {"": "nothing", '"': "text"}.get(opening, f"what begins with {opening!r}")
@@ -153,141 +144,14 @@ def read_json(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
                 "a JSON file must hold an object, a list of objects, or one object a line, "
                 f"not {kind}",
             )
-        entries = _items(text) if opening == "[" else _values(text)
+        entries = items(text) if opening == "[" else values(text)
         yield from _documents(entries, "a record", runs, stream)
-
-
-class _JsonText:
-    """A window of a JSON text. `_at` is the place of the reader in it, and blocks of the file are
-    appended when they are needed.
-
-    Bytes that are not UTF-8 become lone surrogates, so that only their record is bad.
-    """
-
-    def __init__(self, stream: Reader, path: str):
-        self._path, self._stream, self._line = path, stream, 1
-        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        self._text, self._at, self._counted, self._ended = "", 0, 0, False
-        self._before = 0  # characters of the current line that are no longer in the window
-        if stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
-            stream.read(len(BYTE_ORDER_MARK))
-        self._more()
-
-    @property
-    def where(self) -> str:
-        """File and line of the reader's place."""
-        self._count_lines()
-        return f"{self._path}:{self._line}"
-
-    @property
-    def rest_of_line(self) -> str:
-        """The rest of the current line, as far as the window has it."""
-        end = self._text.find("\n", self._at)
-        return self._text[self._at : end if end >= 0 else None]
-
-    def peek(self) -> str:
-        """Moves to the next character that is no space, and returns it; "" at the end."""
-        while True:
-            self._at = SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
-            if self._at < len(self._text) or not self._more():
-                return self._text[self._at : self._at + 1]
-
-    def skip(self) -> None:
-        """Moves behind the next character."""
-        self._at += 1
-
-    def value(self) -> tuple[str, Any]:
-        """Reads the JSON value that begins here: its text, and the decoded value.
-
-        Raises BadRecord for text that is no value.
-        """
-        while True:
-            try:
-                value, end = DECODER.raw_decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                # The value may go on behind the window. A string has no line break, so one that
-                # does not end is a long one.
-                cut = (
-                    error.msg.startswith("Unterminated string")
-                    or error.pos >= len(self._text) - CUT
-                )
-                if not (cut and self._more()):
-                    raise self._not_json(error.msg, error.pos) from error
-            except (ValueError, RecursionError) as error:
-                raise BadRecord(
-                    self.where, f"JSON that cannot be read: {str(error).splitlines()[0]}"
-                ) from error
-            else:
-                if end < len(self._text) or not self._more():
-                    raw, self._at = self._text[self._at : end], end
-                    return raw, value
-
-    def entry(self) -> Iterator[Entry]:
-        """Reads the JSON value that begins here. Behind a bad one it goes on where brackets and
-        quotes say that it ends; raises BadRecord if they do not."""
-        where = self.where
-        try:
-            yield where, *self.value()
-        except BadRecord as bad:
-            yield bad
-            self._pass_over(where)
-
-    def _pass_over(self, where: str) -> None:
-        """Moves behind the value that begins here."""
-        depth, quoted = 0, False
-        while True:
-            match = (IN_QUOTES if quoted else OUTSIDE).search(self._text, self._at)
-            if match is None:
-                # half of an escape may stand at the end of the window
-                self._at = len(self._text) - self._text.endswith("\\", self._at)
-                if not self._more():
-                    raise BadRecord(where, "a record that does not end: no bracket closes it")
-                continue
-            mark, self._at = match[0], match.end()
-            quoted = quoted != (mark == '"')
-            depth += (mark in "[{") - (mark in "]}")
-            if depth < 0 or (not depth and mark in ",]}"):
-                self._at -= depth < 0 or mark == ","  # it separates, or ends the list
-                return
-
-    def _not_json(self, message: str, place: int) -> BadRecord:
-        line = self._text.rfind("\n", 0, place) + 1
-        column = place - line + 1 + (self._before if not line else 0)
-        number = self._line + self._text.count("\n", self._counted, place)
-        return BadRecord(
-            f"{self._path}:{number}",
-            f"not valid JSON: {message} (column {column})",
-        )
-
-    def _count_lines(self) -> None:
-        self._line += self._text.count("\n", self._counted, self._at)
-        self._counted = self._at
-
-    def _more(self) -> bool:
-        """Doubles the text behind the reader's place, so that a long value is decoded few times.
-
-        Returns False at the end of the file.
-        """
-        if self._ended:
-            return False
-        self._count_lines()
-        line = self._text.rfind("\n", 0, self._at) + 1
-        self._before = self._at - line + (self._before if not line else 0)
-        rest = self._text[self._at :]
-        block = self._stream.read(max(BLOCK, len(rest)))
-        self._ended = not block
-        self._text, self._at, self._counted = (
-            rest + self._decoder.decode(block, final=not block),
-            0,
-            0,
-        )
-        return True
 
 
 def _has_records_as_lines(path: str) -> bool:
     """True if a JSON file has one object a line: its first line is an object, or ends like one."""
     with Reader(path) as stream:
-        text = _JsonText(stream, path)
+        text = JsonText(stream, path)
         if text.peek() != "{":
             return False
         line = text.rest_of_line
@@ -296,36 +160,6 @@ def _has_records_as_lines(path: str) -> bool:
         except BadRecord:
             return line.rstrip().endswith("}")
         return "\n" not in raw and not text.rest_of_line.strip()
-
-
-def _values(text: _JsonText) -> Iterator[Entry]:
-    """Values one after the other. A mark that only lists and objects have is a bad one."""
-    while mark := text.peek():
-        yield from text.entry()
-        if mark in ",]}":  # there was no value to move behind
-            text.skip()
-
-
-def _items(text: _JsonText) -> Iterator[Entry]:
-    """The items of a list."""
-    text.skip()
-    following = text.peek()
-    while following != "]":
-        yield from text.entry()
-        following = text.peek()
-        if following == ",":
-            text.skip()
-            text.peek()
-        elif following != "]":
-            problem = (
-                f"{following!r} stands where a comma or the list's end should"
-                if following
-                else "the list does not end: the file is cut short"
-            )
-            raise BadRecord(text.where, f"not valid JSON: {problem}")
-    text.skip()
-    if text.peek():
-        raise BadRecord(text.where, "not valid JSON: something stands behind the end of the list")
 
 
 def _check_bytes(raw: str, where: str) -> None:
