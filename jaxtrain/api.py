@@ -38,13 +38,12 @@ if TYPE_CHECKING:  # these import jax, or take long
     from jaxtrain.training.step import StepMetrics
 
 Recipe = Config | str | os.PathLike[str]
-Changes = Mapping[str, Any]
 # of an interactive session, ahead of all other flags: a hung step would end its process
 PATIENT = "--config.train.hang_after=0"
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunResult:
     """A run that has ended: why, and its folder, in which the same call goes on."""
 
     status: ExitStatus
@@ -64,12 +63,12 @@ class Run:
 
 def train(
     recipe: Recipe | None = None,
-    changes: Changes | None = None,
+    changes: Mapping[str, Any] | None = None,
     *,
     workdir: str | os.PathLike[str] = "",
     cpu_devices: int = 0,
     flags: Sequence[str] = (),
-) -> Run:
+) -> RunResult:
     """Trains in this process as the command does, and returns how the run ended.
 
     recipe: a Config, a recipe's name or its file; the recipe tiny if neither it nor flags name one
@@ -98,7 +97,7 @@ def train(
         patient = [PATIENT] * hasattr(sys, "ps1")
         config, namespace = train_command.parse([*patient, *argv, *flags], given)
         status = train_command.run(config, namespace, WallClock())
-    return Run(
+    return RunResult(
         ExitStatus.INTERRUPTED if status is None else status, pathlib.Path(namespace.workdir)
     )
 
@@ -125,7 +124,7 @@ class CompiledStep:
 
 
 def make_step(
-    recipe: Recipe | None = None, changes: Changes | None = None, *, cpu_devices: int = 0
+    recipe: Recipe | None = None, changes: Mapping[str, Any] | None = None, *, cpu_devices: int = 0
 ) -> CompiledStep:
     """Compiles the training step for a loop of one's own: no folder, checkpoint or log. Arguments
     and errors as of `train`.
@@ -230,7 +229,7 @@ def generate(
 
 def plan(
     recipe: Recipe | None = None,
-    changes: Changes | None = None,
+    changes: Mapping[str, Any] | None = None,
     *,
     hardware: str = "",
     devices: int = 0,
@@ -265,7 +264,7 @@ def plan(
 
 
 def _command_line(
-    recipe: Recipe | None, changes: Changes | None, **flags: object
+    recipe: Recipe | None, changes: Mapping[str, Any] | None, **flags: object
 ) -> tuple[list[str], Config | None]:
     """The flags of a command, and the recipe if it is no file or name."""
     given = recipe if isinstance(recipe, Config) else None
