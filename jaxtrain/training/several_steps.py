@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.models.spec import is_spec
 from jaxtrain.runtime.runtime import Runtime, StepsResults
-from jaxtrain.runtime.updates import PartsState, Rule, UpdateRules
+from jaxtrain.runtime.updates import UpdateRule, UpdateRules, ValuesAndOptimizer
 from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.update.optimizer import make_optimizer, parts_of, updates_made
@@ -51,27 +51,27 @@ class StepsTogether:
         metrics [steps], those from that step on wrong, and the number of these steps. batch: of all
         steps, [steps · microbatches, sequences, T]"""
         values = jax.tree.map(lax.with_sharding_constraint, state.params, self.layout.scattered)
-        parts = PartsState(
+        held = ValuesAndOptimizer(
             values,
             self._part(state.optimizer, "layers"),
             self._part(state.optimizer, *self._ends),
         )
-        results = self.runtime.several_steps(state.params, parts, batch, self._rules)
+        results = self.runtime.several_steps(state.params, held, batch, self._rules)
         after = dataclasses.replace(
             state,
-            params=self.layout.as_held(results.parts.values),
-            optimizer=self._joined(results.parts),
-            step=state.step + results.right,
+            params=self.layout.as_held(results.updated.values),
+            optimizer=self._joined(results.updated),
+            step=state.step + results.accepted_steps,
         )
-        return after, self._metrics(state, results), results.right
+        return after, self._metrics(state, results), results.accepted_steps
 
-    def _is_right(self, loss: jax.Array, norm: jax.Array) -> jax.Array:
-        right = jnp.array(True)
+    def _accepts(self, loss: jax.Array, norm: jax.Array) -> jax.Array:
+        accepted = jnp.array(True)
         if self.optimizer.clip_norm:
-            right &= norm < self.optimizer.clip_norm
+            accepted &= norm < self.optimizer.clip_norm
         if self.skips:
-            right &= jnp.isfinite(loss) & jnp.isfinite(norm)
-        return right
+            accepted &= jnp.isfinite(loss) & jnp.isfinite(norm)
+        return accepted
 
     def _metrics(self, before: TrainState, results: StepsResults) -> StepMetrics:
         """The metrics of `training/step.py`, where no step was clipped or skipped."""
@@ -101,7 +101,7 @@ class StepsTogether:
 
     @property
     def _rules(self) -> UpdateRules:
-        def rule(*names: str) -> Rule:
+        def rule(*names: str) -> UpdateRule:
             specs = {name: self.layout.specs[name] for name in names}
             optimizer = make_optimizer(self.optimizer, self.total, specs)
 
@@ -118,7 +118,7 @@ class StepsTogether:
 
             return update
 
-        return UpdateRules(rule("layers"), rule(*self._ends), self._is_right)
+        return UpdateRules(rule("layers"), rule(*self._ends), self._accepts)
 
     def _part(self, state: Any, *names: str) -> Any:
         """The optimizer's state for these parameters, from that for all."""
@@ -128,12 +128,12 @@ class StepsTogether:
             for part, follows in zip(parts, trees, strict=True)
         )
 
-    def _joined(self, parts: PartsState) -> Any:
+    def _joined(self, held: ValuesAndOptimizer) -> Any:
         """The optimizer's state for all parameters."""
         specs = self.layout.specs
         layers = {"layers": specs.pop("layers")}
-        of_layers, trees, outline = parts_of(parts.layers, self._tree(layers))
-        of_ends, _, _ = parts_of(parts.ends, self._tree(specs))
+        of_layers, trees, outline = parts_of(held.layers, self._tree(layers))
+        of_ends, _, _ = parts_of(held.ends, self._tree(specs))
         return outline.unflatten(
             {**a, **b} if follows else b
             for a, b, follows in zip(of_layers, of_ends, trees, strict=True)
@@ -170,7 +170,8 @@ def train_several(
             return together.run(before, joined)
 
         begin = state, nothing, jnp.int32(0)
-        after, metrics, right = lax.fori_loop(0, (alone == 0).astype(jnp.int32), speculate, begin)
+        tries = (alone == 0).astype(jnp.int32)
+        after, metrics, accepted_steps = lax.fori_loop(0, tries, speculate, begin)
 
         def step_alone(i, carry):
             before, metrics = carry
@@ -182,6 +183,6 @@ def train_several(
             }
 
         end = jnp.where(alone == 0, steps, alone)
-        return lax.fori_loop(right, end, step_alone, (after, metrics))
+        return lax.fori_loop(accepted_steps, end, step_alone, (after, metrics))
 
     return train

@@ -45,7 +45,8 @@ from jaxtrain.parallel.fp8 import Fp8, fp8_of
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run.metrics import METRICS, host
-from jaxtrain.runtime.runtime import LossesAndGradients, Runtime, SlotBytes
+from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
+from jaxtrain.runtime.state_plan import SlotBytes
 from jaxtrain.training.initial_values import random_keys
 from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.several_steps import StepsTogether, train_several

@@ -206,10 +206,9 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         return _planned_groups(flags, config, recipe)
     kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
     space = _space(config, recipe, flags, kind)
-    if flags.refused and not flags.layout:
-        check_fits(_with_devices(space))
-        return Output([])
     laid_out, plans = _plans(space, flags)
+    if not plans:
+        return Output([])
     best, cells = plans[0], table(plans)
     figures = _with_notes(best.figures(), space.config, laid_out, kind)
     caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
@@ -233,21 +232,25 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
 
 def plans(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[Prediction]:
     """The plans that the flags ask for on one kind of device, the fastest first; [] where the flags
-    are refused anyhow, since a search may take minutes. Raises UsageError or ConfigError."""
+    are refused anyhow. Raises UsageError or ConfigError."""
     check_settings(config, recipe)
     kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
-    return [] if flags.refused else _plans(_space(config, recipe, flags, kind), flags)[1]
+    return _plans(_space(config, recipe, flags, kind), flags)[1]
 
 
-def _plans(space: Space, flags: types.SimpleNamespace) -> tuple[MeshedConfig, list[Prediction]]:
-    """The config with the layout of the first plan, and the plans: of --layout, or of the best
-    layouts."""
+def _plans(space: Space, flags: types.SimpleNamespace) -> tuple[Config, list[Prediction]]:
+    """The config with the layout of the first plan, not resolved, and the plans: of --layout, or of
+    the best layouts."""
     tokens = flags.tokens or None
     if flags.layout:
-        laid_out = _laid_out(space, flags.layout)
-        resolved = laid_out.resolve()
-        return laid_out, [exactly(predict(resolved, space.hardware, flags.assume, tokens))]
-    found = best_plans(_with_devices(space), tokens)
+        config = _laid_out(space, flags.layout)
+        resolved = config.resolve()
+        return config, [exactly(predict(resolved, space.hardware, flags.assume, tokens))]
+    space = _with_devices(space)
+    if flags.refused:  # a search may take minutes
+        check_fits(space)
+        return space.config, []
+    found = best_plans(space, tokens)
     return layout_search.laid_out(space, found[0].work.layout), found
 
 
