@@ -78,7 +78,7 @@ class ReadyStep:
     evaluation: Evaluation
 
 
-def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
+def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
     """Trains until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. Continues
     from the newest complete checkpoint in the run's folder. clock: of the command
 
@@ -87,15 +87,15 @@ def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
     the checkpoint or the corpus, and if no checkpoint is complete; HfError for a published model
     that is damaged. Raises NumbersError if numbers are not good and the run cannot go back.
     """
-    config, folder = run.config, run.folder
+    config, folder = prepared.config, prepared.folder
     clock.enter(Phase.DATA)
     with (
         _watched(config.train.hang_after, folder, clock) as (signals, watchdog),
-        out_of_memory.named(functools.partial(fitting, run.requested, run.environment)),
+        out_of_memory.named(functools.partial(fitting, prepared.requested, prepared.environment)),
         contextlib.ExitStack() as lasting,  # until the last line is logged
     ):
         # --- checkpoint and corpus ---
-        checkpoints = open_folder(run)
+        checkpoints = open_folder(prepared)
         chosen = checkpoints.choose()
         weights = open_weights(config, chosen.start.resumes)
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
@@ -110,7 +110,7 @@ def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
         clock.enter(Phase.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:  # until the last step is saved
-            step = make_step(config, mesh, run.setup)
+            step = make_step(config, mesh, prepared.setup)
             closing.enter_context(state_on_disk(step))
             begin = functools.partial(make_state, config, step, weights)
             candidates = chosen.candidates(step, corpus, begin)
@@ -139,7 +139,7 @@ def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
             cluster.log(*batches.remarks(), *held_out.remarks())
             new_state = functools.partial(prepared_state, begin, imported, initial)
             state, start = candidates.restore(new_state)
-            _write_settings(config, run.requested.pipeline, folder, weights)
+            _write_settings(config, prepared.requested.pipeline, folder, weights)
 
             # --- loop ---
             goodput.reached(start.step)
@@ -221,7 +221,7 @@ class Trainer:
         self.requests = Requests(
             step.mesh,
             context.signals,
-            self.checkpoints,
+            self.checkpoints.persistent,
             config.checkpoint.minutes,
             config.checkpoint.grace,
         )

@@ -74,8 +74,8 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
     """Repeats step `at` of the run in its folder and logs the differences. FINISHED if they are
     rounding, else BAD_NUMBERS.
 
-    Raises the errors of loop.run; ReplayError if the folder has no record of
-    the step, or no checkpoint before it.
+    Raises the errors of loop.run; ReplayError if the folder has no record of the step, or no
+    checkpoint before it.
     """
     config, folder = run.config, run.folder
     clock.enter(Phase.DATA)
