@@ -1,9 +1,8 @@
 """The state of a run before its first step: of a published model, or from the seed; and the file of
 a state on disk."""
 
-import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.devices import cluster
@@ -49,13 +48,3 @@ def make_state(config: ResolvedConfig, step: Step, weights: PublishedWeights | N
     if config.train.init_from:
         return importing.read_together(weights or importing.open_together(config), step)
     return initial_state(step.layout, step.optimizer, config.train.seed)
-
-
-def prepared_state(
-    begin: Callable[[], TrainState],
-    imported: TrainState | None,
-    initial: concurrent.futures.Future[TrainState] | None,
-) -> TrainState:
-    """The state of a new run: imported before, or initialized while the step was compiled; or made
-    now, if all local checkpoints that the run expected turned out to be damaged."""
-    return imported or (initial.result() if initial else begin())

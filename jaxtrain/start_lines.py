@@ -112,12 +112,12 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
     """Lines about a compiled step: its memory, if the platform reports it, and the seconds of
     tracing and compiling."""
     settings: Any = jax.config  # its attributes have no declared types
-    again = (
+    not_kept = (
         ""
         if settings.jax_enable_compilation_cache
         else " (again at each start: compiled programs are not kept)"
     )
-    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{again}"]
+    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{not_kept}"]
     if memory := compiled_memory(compiled):
         state = mebibytes(bytes_per_device(step.abstract_state()))
         lines.insert(
