@@ -19,6 +19,8 @@ from jaxtrain.training.step import Step
 def state_on_disk(step: Step) -> Iterator[None]:
     """A context in which the file of the optimizer's state is open, if that is on disk. Every
     process must call this. Raises StateFileError in all of them."""
+    # The layout has this object from the beginning, because the state's shapes name it; the file
+    # is opened only for a run, not for a dry run.
     file = step.layout.disk
     if not file:
         yield
@@ -34,6 +36,7 @@ def open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | No
     random ones. Every process must call this. Raises HfError in all of them."""
     if resumes or not config.train.init_from:
         return None
+    # Opened, which checks files and names, and not yet read: that takes the state's layout.
     weights = importing.open_together(config)
     run = cluster.in_all(lambda: tokenizer_of_run(weights.published, config), HfError)
     cluster.log(*(f"note: {note}" for note in run.notes))
@@ -43,6 +46,7 @@ def open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | No
 def make_state(config: ResolvedConfig, step: Step, weights: PublishedWeights | None) -> TrainState:
     """The state before the first step; every process must call this. weights: of
     `train.init_from`, if they are open"""
+    # An earlier state's numbers may be in the file: a run that goes back to its beginning.
     if step.layout.disk:
         step.layout.disk.clear()
     if config.train.init_from:

@@ -43,10 +43,13 @@ def introduction(config: ResolvedConfig, step: Step) -> list[str]:
     case = kernels.attention_case(
         target_device_of(device), m, d, config.mesh, config.parallel, config.precision
     )
+    # Which kernels run depends on the device and the shapes, not on a setting alone, so a user
+    # cannot tell from the config.
     lines += [
         *kernels.describe_products(config.precision, case.device),
         *kernels.describe(m, case),
     ]
+    # Below 1 % it is norms' scales and biases, which nobody would shard.
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         lines.append(
@@ -139,6 +142,7 @@ def when_compiled(
     others: compilations that have to end too: a GPU's compiler tries kernels out on the device,
     which has to be idle then.
     """
+    # The step first, which takes longest: the others have mostly ended by then.
     programs = compiling.result()
     for other in others:
         other.result()

@@ -315,6 +315,7 @@ class Candidates:
           candidates turn out to be damaged and there is no persistent one
         """
         local = self.local.files.restore(self.local.steps) if self.local else None
+        # Local first: its candidates are newer than the chosen persistent step.
         if self.local and local:
             abstract = self.step.abstract_state().stored
             stored = jax.tree.unflatten(jax.tree.structure(abstract), local.leaves)
@@ -394,6 +395,7 @@ def restore_newest(
     while True:
         assert choice.step is not None
         restored, damage = cluster.in_all(functools.partial(read, choice.step), CheckpointError)
+        # The damage that one process has read is everybody's: all take an older step together.
         damage = next(filter(None, cluster.gather(damage)), "")
         if not damage:
             return restored, choice
