@@ -28,7 +28,7 @@ from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
-from jaxtrain.devices.startup import start_jax
+from jaxtrain.devices.startup import has_devices, start_jax
 from jaxtrain.hf.source_files import CONFIG, SOURCE, tokenizer_of
 from jaxtrain.pipeline.run_checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run import out_of_memory
@@ -157,11 +157,11 @@ def parse_unchecked(
 
             model = read_origin(config.train.init_from, workdir)
             config, before = started_from(model, before, reading.overrides)
-            namespace.notes = model.notes_for(config)
+            namespace.notes = model.notes_for(config.model, config.data)
         elif os.path.isfile(kept := os.path.join(workdir, SOURCE, CONFIG)):
             from jaxtrain.hf.run_config import notes_of_length
 
-            namespace.notes = notes_of_length(config, pathlib.Path(kept))
+            namespace.notes = notes_of_length(config.data, pathlib.Path(kept))
         return check(namespace, config, before)
 
     return checked(read_flags(argv, description, flags, with_config=True), read, recipe)
@@ -224,7 +224,7 @@ def _refusal(
     devices only if something is wrong and they are not simulated."""
     loaded = sys.modules.get("jax")
     # The program that trains has started jax, which the environment does not say.
-    started = loaded and loaded.distributed.is_initialized()
+    started = has_devices() or (loaded and loaded.distributed.is_initialized())
     devices = (
         None
         if started

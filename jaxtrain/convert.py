@@ -38,7 +38,7 @@ from jaxtrain.config.recipes import config_text
 from jaxtrain.config.rules import checks
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.devices.cluster_environment import read_environment
-from jaxtrain.generate import find_checkpoint, understand
+from jaxtrain.generate_command import find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
@@ -151,7 +151,7 @@ def from_hf(command_line: Reading) -> None:
         choice = choose(checkpoints, {})
     if choice.steps or choice.unrecognized:
         raise HfError(f"{checkpoints} has checkpoints already: use another --workdir")
-    run = tokenizer_of_run(published, config)
+    run = tokenizer_of_run(published, config.data.tokenizer, config.model.vocab_size)
     description = run.tokenizer.describe()
     if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
         config = cfg.replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
@@ -173,7 +173,7 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    for note in (*published.notes_for(config), *run.notes):
+    for note in (*published.notes_for(config.model, config.data), *run.notes):
         print(f"note: {note}")
     count = len(source.tensors) + len(source.copies)
     print(

@@ -38,7 +38,8 @@ def open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | No
         return None
     # Opened, which checks files and names, and not yet read: that takes the state's layout.
     weights = importing.open_together(config)
-    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, config), HfError)
+    name, size = config.data.tokenizer, config.model.vocab_size
+    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, name, size), HfError)
     cluster.log(*(f"note: {note}" for note in run.notes))
     return weights
 

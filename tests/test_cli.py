@@ -14,8 +14,9 @@ import pytest
 from jaxlib import xla_client
 from support import ROOT
 
-from jaxtrain import __version__, cli, train
+from jaxtrain import __version__, cli
 from jaxtrain import config as cfg
+from jaxtrain import train_command as train
 from jaxtrain.checkpoint import steps
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe

@@ -22,8 +22,9 @@ from support import ROOT, small
 from support.damage import damage_numbers
 from support.plain_model import plain_model
 
-from jaxtrain import cli, generate
+from jaxtrain import cli
 from jaxtrain import config as configs
+from jaxtrain import generate_command as generate
 from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import load_parameters
@@ -380,7 +381,7 @@ def test_flags_of_random_choices_that_are_not_made(given, unused):
 )
 def test_metas_that_do_not_say_enough(meta, message):
     good = {"config": configs.to_dict(small.config()), "tokenizer": ByteTokenizer().describe()}
-    assert generate.understand(Meta.from_json(good), "7", "run")[0] == small.config()
+    assert generate.understand(Meta.from_json(good), "7", "run")[0] == small.config().to_store()
     with pytest.raises(ValueError, match=message):
         generate.understand(Meta.from_json(good | meta), "7", "run")
 
@@ -409,7 +410,7 @@ def test_flags_are_checked_without_jax(tmp_path):
     }
     program = f"""
 import sys
-from jaxtrain import generate
+from jaxtrain import generate_command as generate
 for argv in {list(cases.values())!r}:
     assert generate.main(argv) == 2
 assert "jax" not in sys.modules

@@ -23,6 +23,8 @@ GROUPED = {
     "checkpoint/reading.py": "checkpoint/test_command.py",
     "checkpoint/storage.py": "checkpoint/test_damage.py",
     "checkpoint/subject.py": "checkpoint/test_command.py",
+    "generate_command.py": "test_generate.py",
+    "train_command.py": "test_train.py",
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
     "config/rules/rules.py": "config/test_checks.py",
@@ -76,6 +78,8 @@ GROUPED = {
     "training/stored_op_times.py": "training/test_measured_op_times.py",
     "training/initial_values.py": "training/test_state.py",
     "training/parameter_layout.py": "training/test_state.py",
+    "training/compiled_step.py": "training/test_streamed_update.py",
+    "training/one_step.py": "training/test_variants.py",
     "training/step.py": "training/test_variants.py",
     "runtime/equations.py": "runtime/test_backward_split.py",
 }

@@ -7,7 +7,8 @@ import jax
 import pytest
 from support import small
 
-from jaxtrain import loop, prepare, replay, train
+from jaxtrain import loop, prepare, replay
+from jaxtrain import train_command as train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster

@@ -6,7 +6,7 @@ Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value head
 import jax
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import ATTENTION, QKV
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
@@ -25,7 +25,7 @@ class Attention(nnx.Module):
         context axis (parallel/attention/context.py)
     """
 
-    def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):
+    def __init__(self, cfg: ResolvedModel, residual_std: float, context: str = "all_gather"):
         self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
         self.rotary = (
             Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod
-    def cache_slots(cfg: ModelConfig) -> tuple[CacheSlot, ...]:
+    def cache_slots(cfg: ResolvedModel) -> tuple[CacheSlot, ...]:
         """The slots of keys and of values in a cache, on the mesh of this point of the trace."""
         shape = (attention_kv_heads(cfg.kv_heads), cfg.head_dim)
         return (CacheSlot(shape, ("kv_heads", None)),) * 2

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import ATTENTION, LATENT, QKV
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, named
@@ -39,7 +39,7 @@ class LatentAttention(nnx.Module):
         context axis (parallel/attention/context.py)
     """
 
-    def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):
+    def __init__(self, cfg: ResolvedModel, residual_std: float, context: str = "all_gather"):
         self.heads, self.rank = cfg.heads, cfg.kv_rank
         self.rotary, self.score_factor = Rotary(cfg, cfg.rope_head_dim), score_factor(cfg)
         self.head_dim, self.rope_dim = cfg.head_dim, cfg.rope_head_dim
@@ -98,7 +98,7 @@ class LatentAttention(nnx.Module):
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod
-    def cache_slots(cfg: ModelConfig) -> tuple[CacheSlot, ...]:
+    def cache_slots(cfg: ResolvedModel) -> tuple[CacheSlot, ...]:
         """The slot of the cache's only array: a latent and a rotated key."""
         return (CacheSlot((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
 

@@ -33,7 +33,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from jaxtrain.config import OptimizerConfig, PrecisionConfig, ResolvedModel
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.devices import host_memory
@@ -101,7 +101,7 @@ class ParameterLayout:
     @classmethod
     def unstaged(
         cls,
-        model: ModelConfig,
+        model: ResolvedModel,
         mesh: Mesh,
         precision: PrecisionConfig,
         independent_replicas: bool = False,

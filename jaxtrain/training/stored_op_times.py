@@ -86,7 +86,7 @@ def read(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...]
 
 
 def worth_storing(mesh: MeshConfig, pipeline: PipelineConfig, given: PipelineConfig) -> bool:
-    """True if a resolved config's times were planned or measured in this run, even if measuring
+    """True if the times were planned or measured in this run, even if measuring
     failed, and not `given` by the user."""
     return bool(pipeline.times or pipeline.measure_times) and needed(mesh, given)
 

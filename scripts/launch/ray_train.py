@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Ray Train: `train()` in a worker a host, by JaxTrainer, which starts jax.distributed in each.
+"""Ray Train: `jaxtrain.train` in a worker a host, by JaxTrainer, which starts jax.distributed
+in each.
 
     python scripts/launch/ray_train.py --workers=4 --gpus_per_worker=8 \\
         -- --config=llama3_8b --workdir=/shared/runs/llama \\
@@ -16,15 +17,14 @@ import argparse
 import os
 import sys
 
-from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.train import train
+from jaxtrain import ExitStatus, RunError, train
 
 
 def work(options: dict) -> int:
     """One worker: trains, and gives the status of a run that is not to be started again. Raises
     RunError for one that is."""
     try:
-        status = train(options["flags"])
+        status = train(flags=options["flags"]).status
         if status is ExitStatus.STOPPED:
             raise RuntimeError("stopped on request, with the step saved")
         return int(status)

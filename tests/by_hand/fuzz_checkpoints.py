@@ -49,7 +49,7 @@ from jaxtrain.checkpoint import manifest, steps  # noqa: E402
 from jaxtrain.checkpoint.manifest import DatabaseError, ManifestError  # noqa: E402
 from jaxtrain.checkpoint.resuming import choose_together  # noqa: E402
 from jaxtrain.config.errors import UsageError  # noqa: E402
-from jaxtrain.generate import find_checkpoint  # noqa: E402
+from jaxtrain.generate_command import find_checkpoint  # noqa: E402
 from jaxtrain.run import streams  # noqa: E402
 from jaxtrain.run.exit_status import RunError  # noqa: E402
 

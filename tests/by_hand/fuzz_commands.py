@@ -23,8 +23,10 @@ from typing import Any
 
 from by_hand import fuzz_configs
 from jaxtrain import config as cfg
-from jaxtrain import generate, launch, train
+from jaxtrain import generate_command as generate
+from jaxtrain import launch
 from jaxtrain import show_schedule as schedule
+from jaxtrain import train_command as train
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.planner.command import main as plan

@@ -9,9 +9,11 @@ import types
 import pytest
 from by_hand.fuzz_configs import suggested
 
-from jaxtrain import cli, convert, generate, launch, train
+from jaxtrain import cli, convert, launch
 from jaxtrain import config as cfg
+from jaxtrain import generate_command as generate
 from jaxtrain import show_schedule as schedule
+from jaxtrain import train_command as train
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags, setting_value, settled

@@ -10,7 +10,8 @@ import jax
 import pytest
 from support import ROOT
 
-from jaxtrain import cli, train
+from jaxtrain import cli
+from jaxtrain import train_command as train
 from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import ClusterError
 from jaxtrain.run import streams

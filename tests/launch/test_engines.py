@@ -379,7 +379,7 @@ def test_ray_is_given_train():
         if isinstance(node, ast.ImportFrom)
         for name in node.names
     }
-    assert ("jaxtrain.train", "train") in imported and (
+    assert ("jaxtrain", "train") in imported and (
         "ray.train.v2.jax",
         "JaxTrainer",
     ) in imported

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain import BEGAN, train
+from jaxtrain import BEGAN
+from jaxtrain import train_command as train
 from jaxtrain.run import streams
 
 # Moment → (module, name) of a function that is called then.
 MOMENTS = {
     "imports": ("jaxtrain.devices.startup", "start_jax"),
-    "table": ("jaxtrain.train", "make_setup"),
+    "table": ("jaxtrain.prepare", "make_setup"),
     "data": ("jaxtrain.data.tokens", "_tokenize"),
     "tracing": ("jaxtrain.loop", "make_step"),
     "compiling": ("jaxtrain.devices.cluster", "compile_everywhere"),
