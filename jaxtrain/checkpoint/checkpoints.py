@@ -34,6 +34,7 @@ from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.saving import check_orbax
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice, read_meta
 from jaxtrain.config import (
+    CheckpointConfig,
     ConfigError,
     StoredConfig,
     fields,
@@ -45,7 +46,6 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
-from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.exit_status import ExitStatus, RunError
