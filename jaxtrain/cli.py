@@ -28,7 +28,7 @@ from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
-from jaxtrain.devices.startup import start_jax
+from jaxtrain.devices.startup import has_devices, start_jax
 from jaxtrain.hf.source_files import CONFIG, SOURCE, tokenizer_of
 from jaxtrain.pipeline.run_checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run import out_of_memory
@@ -218,7 +218,7 @@ def _refusal(
     devices only if something is wrong and they are not simulated."""
     loaded = sys.modules.get("jax")
     # The program that trains has started jax, which the environment does not say.
-    started = loaded and loaded.distributed.is_initialized()
+    started = has_devices() or (loaded and loaded.distributed.is_initialized())
     devices = (
         None
         if started

@@ -38,7 +38,7 @@ from jaxtrain.config.recipes import config_text
 from jaxtrain.config.rules import checks
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.devices.cluster_environment import read_environment
-from jaxtrain.generate import find_checkpoint, understand
+from jaxtrain.generate_command import find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
@@ -142,8 +142,8 @@ def from_hf(command_line: Reading) -> None:
     workdir = pathlib.Path(command_line.namespace.workdir)
     places.check(config, str(workdir))
     _start_on_host()
-    from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
     from jaxtrain.checkpoint.manager import Checkpointer
+    from jaxtrain.checkpoint.resuming import folder_of_checkpoints
     from jaxtrain.hf import importing
 
     checkpoints = folder_of_checkpoints(config.checkpoint, workdir)

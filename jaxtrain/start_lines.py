@@ -1,20 +1,26 @@
-"""What a start says about its step: mesh, model, kernels, table and saved bytes, with the planned
-step; and once it is compiled, its memory and times."""
+"""The lines that a start logs about its step: mesh, model, kernels, table and saved bytes, with the
+planned step; once it is compiled, its memory and times; and the source of the state."""
 
+import concurrent.futures
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.stages import Compiled
 
-from jaxtrain.config import ResolvedConfig, kernels
+from jaxtrain.checkpoint.resuming import StartPoint
+from jaxtrain.config import ResolvedConfig, TrainConfig, kernels
 from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
+from jaxtrain.devices import cluster
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.planner.for_training import plan_at_hand
+from jaxtrain.run.wall_clock import Phase, WallClock
+from jaxtrain.training.compiled_step import Programs, compiled_memory
 from jaxtrain.training.state import bytes_on_disk, bytes_per_device
-from jaxtrain.training.step import Step, compiled_memory
+from jaxtrain.training.step import Step
 
 
 def mebibytes(n: float) -> str:
@@ -121,6 +127,35 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
             f"{mebibytes(memory['temporary'])} temporary)",
         )
     return lines
+
+
+def when_compiled(
+    step: Step,
+    clock: WallClock,
+    compiling: concurrent.futures.Future[Programs],
+    others: Sequence[concurrent.futures.Future] = (),
+) -> Programs:
+    """Waits for a step's programs, and logs their memory and times.
+
+    others: compilations that have to end too: a GPU's compiler tries kernels out on the device,
+    which has to be idle then.
+    """
+    programs = compiling.result()
+    for other in others:
+        other.result()
+    clock.enter(Phase.STATE)
+    tracing, seconds = clock.spent(Phase.TRACING), clock.spent(Phase.COMPILING)
+    cluster.log(*as_compiled(step, programs.train, tracing, seconds))
+    return programs
+
+
+def beginning(train: TrainConfig, start: StartPoint) -> str:
+    """A line with the source of the state."""
+    origin = train.init_from
+    if start.resumes:
+        rest = f"; train.init_from={origin} is passed over" if origin else ""
+        return f"continuing from {start.source}{rest}"
+    return f"starting: weights from {origin or f'seed {train.seed}'}"
 
 
 def before_a_dry_run(

@@ -7,7 +7,8 @@ import jax
 import pytest
 from support import small
 
-from jaxtrain import loop, prepare, replay, train
+from jaxtrain import loop, prepare, replay
+from jaxtrain import train_command as train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster
@@ -97,7 +98,7 @@ def test_memory_that_is_not_there(of, tmp_path, monkeypatch, capsys):
         )
 
     module = {"dry_run": for_training, "replay": replay, "run": loop}[of]
-    monkeypatch.setattr(module, "Checkpoints" if module is loop else of, refused)
+    monkeypatch.setattr(module, "open_folder" if module is loop else of, refused)
     byes = []
     monkeypatch.setattr(loop.Watchdog, "say_bye", lambda watchdog, *bye: byes.append(bye))
     monkeypatch.setattr(train.startup, "start_jax", lambda *_: None)

@@ -11,6 +11,8 @@ every few steps and lost with the machine.
 A file has the shards of one process, each once even if several of its devices hold it, and a
 checksum for each. A save needs no collective and no agreement between processes: the next run finds
 out which shards all processes together have (local_restore.py). Files of other runs are left alone.
+
+Begin with `LocalCheckpointer.save`, and with `read_index` for the file's format.
 """
 
 import concurrent.futures
@@ -55,11 +57,12 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Index:
+class FileIndex:
     """The index of a file.
 
     fingerprint: of the state's layout (Shards.fingerprint)
-    start: the id of the start of the run that wrote it: files of two starts are never combined
+    start: the id of the start of the run that wrote it: files of two starts are never combined,
+      for a start with other settings has other numbers for the same step
     meta: a checkpoint's meta, as JSON
     """
 
@@ -132,10 +135,13 @@ class LocalCheckpointer:
         self._writing: concurrent.futures.Future[None] | None = None
         self._saved: list[int] = []
         self._failed = False
-        # links, which lead to what is not this run's, and what a killed process was writing
+        # Removed: links, which lead to files that are not this run's, and files that a killed
+        # process was writing.
         links = [path for path in (self._run, self._folder) if path.is_symlink()]
         for path in links or self._folder.glob(".*"):
             path.unlink(missing_ok=True)
+        # Files of later steps belong to a course that this start does not take: after a kill they
+        # could pass for its own.
         self.give_up(after)
 
     def give_up(self, after: int) -> None:
@@ -158,6 +164,8 @@ class LocalCheckpointer:
           state: a pytree of jax.Array, whose layout is that of `shards`.
           meta: a JSON object.
         """
+        # Before the copies are made: two copies of the state would be in the host's memory, and on
+        # a RAM disk files are memory, too.
         self.wait()
         self._remove_old()
         leaves = jax.tree.leaves(state)
@@ -198,6 +206,9 @@ class LocalCheckpointer:
         size = sum(array.nbytes for _, array in numbers)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # No fsync: the folder is lost with its machine, and after a kill of the process alone
+            # the system still has what was written. A file that a crash of the machine has cut off
+            # is known by its checksums.
             with open(unfinished, "wb") as file:
                 _write_file(file, numbers, self._head | {"meta": meta})
             os.rename(unfinished, self._folder / str(step))
@@ -228,6 +239,7 @@ class LocalCheckpointer:
 
 
 def _write_file(file: Any, numbers: list[tuple[Shard, np.ndarray]], index: dict[str, Any]) -> None:
+    # The index comes last, since it has the checksums of shards that are written as they come.
     places, offset = [], 0
     while numbers:  # each copy is freed as it is written
         shard, array = numbers.pop(0)
@@ -251,10 +263,12 @@ def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
     return sorted(((path, int(path.name)) for path in paths), key=lambda f: (f[0].parent, f[1]))
 
 
-def read_index(path: pathlib.Path) -> Index:
+def read_index(path: pathlib.Path) -> FileIndex:
     """The index of a file. Raises DamagedError if it cannot be read, or is not as it was
     written."""
     try:
+        # From the end: the last bytes say where the index begins. Everything is checked before it
+        # is used, because the file may be cut off anywhere or be no checkpoint at all.
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - _TAIL.size, 0))
@@ -274,7 +288,7 @@ def read_index(path: pathlib.Path) -> Index:
             Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(path, *place)
             for leaf, bounds, *place in values["places"]
         }
-        return Index(values["fingerprint"], values["start"], values["meta"], places)
+        return FileIndex(values["fingerprint"], values["start"], values["meta"], places)
     except (ValueError, KeyError, TypeError):
         raise DamagedError(f"{path} has an index that jaxtrain does not write") from None
 

@@ -22,7 +22,7 @@ from jaxtrain.config import Config, ConfigError, DataConfig, ModelConfig
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules.checks import field_violation
 from jaxtrain.config.sources import holds_tokens
-from jaxtrain.hf.block_scales import Block, read_block
+from jaxtrain.hf.block_scales import BlockSize, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
 from jaxtrain.hf.model_config import FREE, differing, read_model
@@ -70,7 +70,7 @@ class Published(Origin):
     files: Mapping[str, bytes]
     values: Mapping[str, Any]
     family: Family
-    block: Block | None
+    block: BlockSize | None
 
     @property
     def prediction_fields(self) -> list[str]:

@@ -13,7 +13,13 @@ from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import kv_cache
-from jaxtrain.parallel.attention.causal import HEADS, KV_HEADS, attend_cached, attend_causal
+from jaxtrain.parallel.attention.causal import (
+    HEADS,
+    KV_HEADS,
+    AttentionSettings,
+    attend_cached,
+    attend_causal,
+)
 from jaxtrain.parallel.attention.heads import heads_first, kept_by_heads, orders_by_heads, row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
 
@@ -30,8 +36,7 @@ class Attention(nnx.Module):
         self.rotary = (
             Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
         )
-        self.kernel, self.context = cfg.attention_kernel, context
-        self.backward = cfg.attention_backward
+        self.settings = AttentionSettings(context, cfg.attention_kernel, cfg.attention_backward)
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
@@ -68,7 +73,7 @@ class Attention(nnx.Module):
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
         token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
-        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel, self.backward)
+        y = attend_causal(q, k, v, segments_BT, self.settings)
         y = named(ATTENTION, y)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
@@ -86,5 +91,7 @@ class Attention(nnx.Module):
         """
         q, k, v = self.project(x_BTD, positions_BT)
         cache = [kv_cache.write(old, new, start) for old, new in zip(cache, (k, v), strict=True)]
-        y = attend_cached(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.kernel)
+        y = attend_cached(
+            q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.settings.kernel
+        )
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), cache

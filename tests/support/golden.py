@@ -9,7 +9,8 @@ import json
 import pathlib
 from unittest import mock
 
-from jaxtrain import cli, loop, prepare, train
+from jaxtrain import cli, loop, prepare
+from jaxtrain import train_command as train
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import on_mesh
 from jaxtrain.pipeline.prepared_run import CheckedRun

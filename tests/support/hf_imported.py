@@ -19,9 +19,9 @@ from jaxtrain.config import Config, replace
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.hf.model_config import family_of, read_model
 from jaxtrain.hf.run_config import read_published
-from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
 from jaxtrain.models import transformer
-from jaxtrain.training.state import ParameterLayout
+from jaxtrain.training.parameter_layout import ParameterLayout
 from support import hf_reference
 
 PARAMETERS = "params/"
@@ -57,7 +57,7 @@ class Imported:
         return result
 
 
-def fill(array: np.ndarray, rule: Rule, tensor: np.ndarray) -> None:
+def fill(array: np.ndarray, rule: TensorRule, tensor: np.ndarray) -> None:
     """Writes a complete published tensor into its places of a stored array."""
     window = rule.covers([range(size) for size in array.shape[len(rule.index) :]])
     rule.store(tensor, [range(size) for size in tensor.shape], array[rule.region], window)

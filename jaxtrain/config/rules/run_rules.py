@@ -16,6 +16,7 @@ from jaxtrain.config import (
     kernels,
     sources,
 )
+from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.rules.rules import Changes, Violation, values_for
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -85,7 +86,8 @@ def steps_suffice(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Vi
     # A warm-up may outlast a short run, such as a trial of another's recipe; a decay may not begin
     # before it.
     scheduled = optimizer.warmup_steps + optimizer.decay_steps
-    if optimizer.decay_steps and optimizer.schedule == "constant" and scheduled > train.steps:
+    decays_at_the_end = LEARNING_RATES[optimizer.schedule].decays_at_the_end
+    if optimizer.decay_steps and decays_at_the_end and scheduled > train.steps:
         yield Violation(
             "optimizer.decay_steps",
             f"and optimizer.warmup_steps={optimizer.warmup_steps} are more than "

@@ -21,6 +21,8 @@ from jaxtrain.config import (
     sources,
 )
 from jaxtrain.config.kernels import QUANTIZED, TPU
+from jaxtrain.config.learning_rates import LEARNING_RATES
+from jaxtrain.config.learning_rates import READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.config.rules.model_rules import OF_EXPERTS
@@ -138,15 +140,25 @@ USES = (
         lambda c: c.train.diloco_inner_steps,
         lambda c: "with train.diloco_inner_steps=0, where replicas are not independent",
     ),
-    Use(
-        ["optimizer.decay_steps"],
-        lambda c: c.optimizer.schedule == "constant",
-        lambda c: f"with optimizer.schedule={c.optimizer.schedule!r}",
+    *(
+        Use(
+            [f"optimizer.{setting}"],
+            lambda c, setting=setting: setting in LEARNING_RATES[c.optimizer.schedule].reads,  # type: ignore[misc]
+            lambda c: f"with optimizer.schedule={c.optimizer.schedule!r}",
+        )
+        for setting in LEARNING_RATES_READ
     ),
     Use(
         ["optimizer.final_fraction"],
-        lambda c: c.optimizer.schedule != "constant" or c.optimizer.decay_steps,
-        lambda c: "with optimizer.schedule='constant' and optimizer.decay_steps=0",
+        lambda c: (
+            c.optimizer.decay_steps or not LEARNING_RATES[c.optimizer.schedule].decays_at_the_end
+        ),
+        lambda c: f"with optimizer.schedule={c.optimizer.schedule!r} and optimizer.decay_steps=0",
+    ),
+    Use(
+        ["optimizer.schedule"],
+        lambda c: c.optimizer.decay_steps or c.optimizer.schedule != "1-sqrt",
+        lambda c: "with optimizer.decay_steps=0, where the learning rate is constant",
     ),
     *(
         Use(

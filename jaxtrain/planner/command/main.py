@@ -41,7 +41,7 @@ from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, layout_search
 from jaxtrain.planner.search.explain import aligned, amount, explained, table
 from jaxtrain.planner.search.layout_search import Space, best_plans, check_fits
-from jaxtrain.planner.search.predict import exactly, predict, with_op_times
+from jaxtrain.planner.search.predict import Prediction, exactly, predict, with_op_times
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_model import OURS, with_allocator
@@ -201,23 +201,14 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
             raise UsageError(
                 f"--{flag}={cfg.shown(path)} is another flag's file", {flag: otherwise}
             )
-    for path in cfg.fields():  # also of those that a layout replaces
-        value = cfg.get(config, path)
-        if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
-            raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
+    check_settings(config, recipe)
     if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
     kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
-    space, tokens = _space(config, recipe, flags, kind), flags.tokens or None
-    if flags.layout:
-        laid_out = _laid_out(space, flags.layout)
-        plans = [exactly(predict(laid_out.resolve(), space.hardware, flags.assume, tokens))]
-    elif flags.refused:
-        check_fits(_with_devices(space))
+    space = _space(config, recipe, flags, kind)
+    laid_out, plans = _plans(space, flags)
+    if laid_out is None:
         return Output([])
-    else:
-        plans = best_plans(_with_devices(space), tokens)
-        laid_out = layout_search.laid_out(space, plans[0].work.layout)
     best, cells = plans[0], table(plans)
     figures = _with_notes(best.figures(), space.config, laid_out, kind)
     caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
@@ -237,6 +228,41 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     compared = [*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else []
     devices, text = f"{best.work.layout.devices:,} × {kind.name}", lambda: [*compared, *lines()]
     return _output(flags, laid_out, recipe, kind, devices, caution, figures, text, pictures)
+
+
+def plans(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[Prediction]:
+    """The plans that the flags ask for on one kind of device, the fastest first; [] where the flags
+    are refused anyhow. Raises UsageError or ConfigError."""
+    check_settings(config, recipe)
+    kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
+    return _plans(_space(config, recipe, flags, kind), flags)[1]
+
+
+def _plans(
+    space: Space, flags: types.SimpleNamespace
+) -> tuple[MeshedConfig | None, list[Prediction]]:
+    """The config with the layout of the first plan, and the plans: of --layout, or of the best
+    layouts; (None, []) where other flags are refused and a search would take minutes."""
+    tokens = flags.tokens or None
+    if flags.layout:
+        config = _laid_out(space, flags.layout)
+        resolved = config.resolve()
+        return config, [exactly(predict(resolved, space.hardware, flags.assume, tokens))]
+    space = _with_devices(space)
+    if flags.refused:
+        check_fits(space)
+        return None, []
+    found = best_plans(space, tokens)
+    return layout_search.laid_out(space, found[0].work.layout), found
+
+
+def check_settings(config: Config, recipe: Config) -> None:
+    """Raises ConfigError for the first setting that breaks a rule by itself, also of those that a
+    layout replaces."""
+    for path in cfg.fields():
+        value = cfg.get(config, path)
+        if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
+            raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:

@@ -51,7 +51,7 @@ from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.search.predict import predict, with_op_times
 from jaxtrain.planner.search.what_if import fitting
 from jaxtrain.planner.step.memory import MemoryBreakdown
-from jaxtrain.planner.step.step_counts import Entry
+from jaxtrain.planner.step.step_counts import CollectiveCount
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
@@ -330,7 +330,8 @@ def cast_bytes(program: Program) -> int:
 
 
 def _collectives(
-    compiled: Iterable[tuple[CompiledCollective, Executed, float | None]], planned: Iterable[Entry]
+    compiled: Iterable[tuple[CompiledCollective, Executed, float | None]],
+    planned: Iterable[CollectiveCount],
 ) -> list[CollectiveBytes]:
     """Bytes of collectives by kind and axes, those with most bytes first."""
     # sent as compiled and as planned; unsharded, and of these asynchronous and overlapped

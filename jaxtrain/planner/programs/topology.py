@@ -34,7 +34,7 @@ from jaxtrain.planner.programs.program import Program
 
 HERE = pathlib.Path(__file__).parent
 REPOSITORY = HERE.parents[2]  # or where the package is installed
-REQUIREMENTS = "requirements-compilers.txt"
+REQUIREMENTS = "requirements/compilers.txt"
 INSTALL_COMMAND = f"python -m pip install --no-deps --target .venv-compilers -r {REQUIREMENTS}"
 NODE = 8  # GPUs
 EXAMPLE = 64  # devices of a topology that an error suggests

@@ -37,7 +37,7 @@ from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.run.files import CONFIG_FILE, PLANNED, read_json
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
-from jaxtrain.run.wall_clock import Part
+from jaxtrain.run.wall_clock import Phase
 from jaxtrain.schedule.orders import INTERLEAVED, ZERO_BUBBLE
 
 # (axis that is halved, axis that is doubled)
@@ -200,19 +200,19 @@ T = TypeVar("T")
 FAR = 1.5  # ratio of measured and planned step, either way, beyond which the plan does not apply
 MOST = 5  # changes that are listed
 
-# Part of the wall time → its remedy.
+# Phase of the wall time → its remedy.
 REMEDIES: Mapping[str, str] = {
-    Part.WAITING.value: "the step waits for batches: raise data.prefetch, put the corpus on a "
+    Phase.WAITING.value: "the step waits for batches: raise data.prefetch, put the corpus on a "
     "local disk, or give hosts more cores",
-    Part.SAVING.value: "saves hold the loop: raise checkpoint.every or .minutes, with "
+    Phase.SAVING.value: "saves hold the loop: raise checkpoint.every or .minutes, with "
     "checkpoint.local for the frequent ones",
-    Part.EVALUATING.value: "evaluation takes long: raise train.eval_every, or lower "
+    Phase.EVALUATING.value: "evaluation takes long: raise train.eval_every, or lower "
     "train.eval_batches",
-    Part.COMPILING.value: "starts compile: keep the cache of programs ($JAXTRAIN_CACHE) on a "
+    Phase.COMPILING.value: "starts compile: keep the cache of programs ($JAXTRAIN_CACHE) on a "
     "disk that outlives them, and start less often",
     REDONE: "steps are repeated after stops: save more often, or every few steps into "
     "checkpoint.local as well",
-    Part.ROLLING_BACK.value: "the run goes back often: look at its warnings, and at "
+    Phase.ROLLING_BACK.value: "the run goes back often: look at its warnings, and at "
     "optimizer.learning_rate",
 }
 

@@ -102,13 +102,13 @@ def test_the_largest_miss():
     """Bubble, messages and idle time are one part; a part that is only planned, or only measured,
     is a miss, too."""
     step = measured(matmuls=1.0, memory=0.2, stage=0.1, waiting=0.4, data=0.28, other=0.12)
-    misses = {miss.part: (miss.planned_s, miss.measured_s) for miss in step.misses()}
+    misses = {miss.part: (miss.planned_s, miss.measured_s) for miss in step.parts_compared()}
     assert (
         misses["waiting"] == pytest.approx((0.15, 0.5))
         and misses["other"] == (0.0, 0.12)
         and misses["model"] == (0.2, 0.0)
     )
-    assert [miss.part for miss in step.misses()][:3] == ["waiting", "model", "other"]
+    assert [miss.part for miss in step.parts_compared()][:3] == ["waiting", "model", "other"]
     planned, parts, largest = step.lines()
     assert planned == "planned step 1.75 s (h100), measured 2.1 s (1.20 x)"
     assert "matmuls 0.9 → 1" in parts and "traced steps of 2.1 s" in parts
@@ -118,7 +118,7 @@ def test_the_largest_miss():
 def test_communication_without_axes():
     misses = {
         miss.part: (miss.planned_s, miss.measured_s)
-        for miss in measured(matmuls=0.5, communication=0.7).misses()
+        for miss in measured(matmuls=0.5, communication=0.7).parts_compared()
     }
     assert (
         misses["communication"] == pytest.approx((0.5, 0.7))
