@@ -49,10 +49,18 @@ from jaxtrain.checkpoint.steps import (
     choose,
     read_meta,
 )
-from jaxtrain.config import ConfigError, StoredConfig, fields, get, replace, sources, suggestion
+from jaxtrain.config import (
+    CheckpointConfig,
+    ConfigError,
+    StoredConfig,
+    fields,
+    get,
+    replace,
+    sources,
+    suggestion,
+)
 from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
-from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.data.tokens import Corpus
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.prepared_run import PreparedRun
