@@ -110,7 +110,7 @@ def products(
     one.
     """
     from jaxtrain.config.kernels import BLOCKS, PRODUCTS, product_kernel
-    from jaxtrain.parallel.experts.experts import KERNELS
+    from jaxtrain.parallel.experts.products import KERNELS
     from jaxtrain.parallel.target_device import target_device
 
     shares = np.random.default_rng(0).dirichlet(np.full(groups - 1, 4.0))
@@ -144,7 +144,7 @@ def products(
 
 
 def differentiable(kernel: Any) -> Callable:
-    """A product of rows and matrices by experts.Products, with its gradients."""
+    """A product of rows and matrices by products.Products, with its gradients."""
     import jax
 
     def backward(residuals, g):

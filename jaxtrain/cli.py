@@ -28,7 +28,7 @@ from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
-from jaxtrain.devices.startup import start_jax
+from jaxtrain.devices.startup import has_devices, start_jax
 from jaxtrain.hf.source_files import CONFIG, SOURCE, tokenizer_of
 from jaxtrain.pipeline.run_checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run import out_of_memory
@@ -82,7 +82,7 @@ def parse(
     recipe: Config | None = None,
     check: Callable[[types.SimpleNamespace, Config], object] = lambda namespace, config: None,
 ) -> tuple[Config, types.SimpleNamespace]:
-    """Returns (the checked config, not resolved; the values of the other flags as a namespace) for
+    """Returns (the checked config; the values of the other flags as a namespace) for
     a command that takes a recipe.
 
     argv: the arguments without the program's name
@@ -218,7 +218,7 @@ def _refusal(
     devices only if something is wrong and they are not simulated."""
     loaded = sys.modules.get("jax")
     # The program that trains has started jax, which the environment does not say.
-    started = loaded and loaded.distributed.is_initialized()
+    started = has_devices() or (loaded and loaded.distributed.is_initialized())
     devices = (
         None
         if started
@@ -246,7 +246,7 @@ def _refusal(
                 checkpoint=cfg.replace(
                     resumed.meta.stored_config(),
                     {"data.tokenizer": config.data.tokenizer},  # the checkpoint's may have moved
-                ),
+                ).to_store(),
             )
     return checks.error_of(config, environment)
 

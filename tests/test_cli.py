@@ -14,8 +14,9 @@ import pytest
 from jaxlib import xla_client
 from support import ROOT
 
-from jaxtrain import __version__, cli, train
+from jaxtrain import __version__, cli
 from jaxtrain import config as cfg
+from jaxtrain import train_command as train
 from jaxtrain.checkpoint import steps
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe
@@ -750,7 +751,7 @@ def test_an_accelerator_without_its_package_is_one_line(monkeypatch, file, name,
         f"{name} is here, and jax has no working package for it: JAXTRAIN_EXTRAS={extra} "
         "scripts/train.sh"
     )
-    assert (ROOT / f"requirements-{extra}.txt").is_file() and "\n" not in said
+    assert (ROOT / f"requirements/{extra}.txt").is_file() and "\n" not in said
     assert not startup.unused_accelerator(flags(8), lambda path: path == file)
     assert not startup.unused_accelerator(flags(0), lambda path: False)
 

@@ -22,7 +22,7 @@ from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.checkpoint.steps import Meta, fault, read_meta
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data.tokenizer import prompt_ids
-from jaxtrain.generate import understand
+from jaxtrain.generate_command import understand
 from jaxtrain.hf.safetensors_folder import INDEX
 from jaxtrain.hf.source_files import SLOW_TOKENIZERS, SMALL_FILES
 from jaxtrain.run.files import CONFIG_FILE

@@ -3,8 +3,9 @@ modules ROOM/FOLDER/*.py in the same place or in tests/ROOM/test_FOLDER.py, and 
 that GROUPED names.
 
 Each other file of a room's tests is about several of its modules, and its docstring says what. The
-tests of whole commands and scripts stand beside the rooms' folders; benchmarks/, chaos/, extending/
-and launch/ test scripts, kills, docs/extending.md and the templates of scripts/launch.
+tests of whole commands and scripts stand beside the rooms' folders; benchmarks/, by_hand/,
+chaos/, extending/ and launch/ test scripts, fuzzers, kills, docs/extending.md and the templates of
+scripts/launch.
 """
 
 import ast
@@ -16,12 +17,14 @@ TESTS = ROOT / "tests"
 GROUPED = {
     "__main__.py": "test_package.py",
     "checkpoint/__main__.py": "checkpoint/test_command.py",
-    "checkpoint/checkpoints.py": "checkpoint/test_manager.py",
+    "checkpoint/resuming.py": "checkpoint/test_damage.py",
     "checkpoint/local_restore.py": "checkpoint/test_local.py",
     "checkpoint/manifest.py": "checkpoint/test_steps.py",
     "checkpoint/reading.py": "checkpoint/test_command.py",
     "checkpoint/storage.py": "checkpoint/test_damage.py",
     "checkpoint/subject.py": "checkpoint/test_command.py",
+    "generate_command.py": "test_generate.py",
+    "train_command.py": "test_train.py",
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
     "config/rules/rules.py": "config/test_checks.py",
@@ -32,13 +35,17 @@ GROUPED = {
     "planner/step/layer_time.py": "planner/step/test_step_time.py",
     "planner/layer/settings.py": "planner/step/test_step_model.py",
     "planner/step/time_breakdown.py": "planner/step/test_step_time.py",
+    "pipeline/prepared_run.py": "test_prepare.py",
     "planner/for_training.py": "test_imports.py",
     "planner/step/outside_layers.py": "planner/step/test_step_time.py",
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
     "planner/step/planned_op_times.py": "pipeline/test_setup.py",
     "planner/layer/layer.py": "planner/layer/test_layer_trace.py",
     "planner/layer/model.py": "planner/layer/test_layer_trace.py",
-    "data/bad_records.py": "data/test_records.py",
+    "data/reading/bad_records.py": "data/test_records.py",
+    "data/reading/json_text.py": "data/test_records.py",
+    "data/corpus_writer.py": "data/test_tokens.py",
+    "data/token_files.py": "data/test_tokens.py",
     "devices/cluster_environment.py": "devices/test_cluster.py",
     "devices/startup.py": "test_cli.py",
     "hf/entries.py": "hf/test_model_config.py",
@@ -52,6 +59,8 @@ GROUPED = {
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/attention/ring.py": "parallel/test_context.py",
     "parallel/attention/splash_fused.py": "parallel/test_splash.py",
+    "run_end.py": "test_train.py",
+    "run_state.py": "test_init_from.py",
     "plan.py": "planner/command/test_command.py",
     "planner/command/main.py": "planner/command/test_command.py",
     "planner/search/explain.py": "planner/command/test_command.py",
@@ -74,7 +83,7 @@ GROUPED = {
     "training/step.py": "training/test_variants.py",
     "runtime/equations.py": "runtime/test_backward_split.py",
 }
-OTHER_FOLDERS = {"benchmarks", "chaos", "extending", "golden", "launch", "support"}
+OTHER_FOLDERS = {"benchmarks", "by_hand", "chaos", "extending", "golden", "launch", "support"}
 MODULES = {
     str(path.relative_to(ROOT / "jaxtrain")): path
     for path in (ROOT / "jaxtrain").rglob("*.py")

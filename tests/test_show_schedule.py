@@ -14,6 +14,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+from by_hand.fuzz_configs import suggested
 from support import ROOT
 
 from jaxtrain import cli
@@ -22,10 +23,6 @@ from jaxtrain.config.flags import read_flags, settled
 from jaxtrain.schedule.by_name import NAMES
 from jaxtrain.schedule.orders import SCHEDULES
 from jaxtrain.show_schedule import FLAGS, check_flags, shown_by
-
-sys.path.append(str(ROOT / "scripts"))
-
-from fuzz_configs import suggested
 
 KEYS = {
     "ticks",

@@ -55,7 +55,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Index:
+class FileIndex:
     """The index of a file.
 
     fingerprint: of the state's layout (Shards.fingerprint)
@@ -251,7 +251,7 @@ def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
     return sorted(((path, int(path.name)) for path in paths), key=lambda f: (f[0].parent, f[1]))
 
 
-def read_index(path: pathlib.Path) -> Index:
+def read_index(path: pathlib.Path) -> FileIndex:
     """The index of a file. Raises DamagedError if it cannot be read, or is not as it was
     written."""
     try:
@@ -274,7 +274,7 @@ def read_index(path: pathlib.Path) -> Index:
             Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(path, *place)
             for leaf, bounds, *place in values["places"]
         }
-        return Index(values["fingerprint"], values["start"], values["meta"], places)
+        return FileIndex(values["fingerprint"], values["start"], values["meta"], places)
     except (ValueError, KeyError, TypeError):
         raise DamagedError(f"{path} has an index that jaxtrain does not write") from None
 

@@ -164,7 +164,7 @@ def damages(step: epath.Path, files: Files) -> Iterator[str]:
 
 
 def damages_between_pieces(
-    step: epath.Path, files: Files, values: Sequence["Value"]
+    step: epath.Path, files: Files, values: Sequence["DatabaseValue"]
 ) -> Iterator[str]:
     """The damage between the pieces of files that have some, file by file, in words. values: of the
     step's database."""
@@ -220,7 +220,7 @@ def _checksum(file: epath.Path, without: Sequence[tuple[int, int]]) -> int:
     return crc32
 
 
-def _pieces(values: Sequence["Value"]) -> dict[str, list[tuple[int, int]]]:
+def _pieces(values: Sequence["DatabaseValue"]) -> dict[str, list[tuple[int, int]]]:
     """Path in the step's folder → the ranges of the pieces in it, in order."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for value in values:
@@ -233,7 +233,7 @@ def _pieces(values: Sequence["Value"]) -> dict[str, list[tuple[int, int]]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class DatabaseValue:
     """A value of the database: its key, and its bytes if they stand in the tree itself, or else
     file[start:stop], where they are."""
 
@@ -244,7 +244,7 @@ class Value:
     stop: int = 0
 
 
-def read_database(folder: epath.Path) -> list[Value]:
+def read_database(folder: epath.Path) -> list[DatabaseValue]:
     """All values of the newest version of the database in a state's folder.
 
     Raises DatabaseError if something of it is missing, cut off or damaged, or if an array lacks
@@ -277,7 +277,7 @@ def read_database(folder: epath.Path) -> list[Value]:
     return values
 
 
-def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
+def shapes(values: Sequence[DatabaseValue]) -> dict[str, tuple[int, ...]]:
     """Array → shape, by the names in memory, "params/embed/table". Raises DatabaseError for a
     description without a shape, and for an array that lacks pieces: zeros are stored, too."""
     sizes = {v.key: v.stop - v.start if v.inline is None else len(v.inline) for v in values}
@@ -301,7 +301,7 @@ def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
     return by_name
 
 
-def _values(folder: epath.Path) -> Iterator[Value]:
+def _values(folder: epath.Path) -> Iterator[DatabaseValue]:
     """All values. Raises OSError or ValueError where the tree cannot be read."""
     # FileNotFoundError: TensorStore takes a database without one for an empty one
     # TensorStore reads it entirely, and ends the process where memory does not suffice
@@ -319,9 +319,11 @@ def _values(folder: epath.Path) -> Iterator[Value]:
             if "location" in entry:
                 nodes.append((prefix + entry["subtree_common_prefix"].decode(), entry["location"]))
             elif "inline_value" in entry:
-                yield Value(prefix + entry["key"].decode(), entry["inline_value"])
+                yield DatabaseValue(prefix + entry["key"].decode(), entry["inline_value"])
             else:
-                yield Value(prefix + entry["key"].decode(), None, *_place(entry["indirect_value"]))
+                yield DatabaseValue(
+                    prefix + entry["key"].decode(), None, *_place(entry["indirect_value"])
+                )
 
 
 def _place(location: str) -> tuple[str, int, int]:

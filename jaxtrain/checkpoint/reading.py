@@ -12,14 +12,13 @@ import tensorstore as ts
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, retention, steps
-from jaxtrain.checkpoint.manifest import STATE, DatabaseError, ManifestError, Value
+from jaxtrain.checkpoint.manifest import STATE, DatabaseError, DatabaseValue, ManifestError
 from jaxtrain.checkpoint.steps import CheckpointError, UnrecognizedEntry
 from jaxtrain.checkpoint.stores import kvstore, no_damage
 
 READ_BYTES = 2**27  # the most bytes of pieces that are being read at a time
 
-Index = tuple[slice, ...]
-Array = ts.TensorStore
+PieceIndex = tuple[slice, ...]  # of a piece in its array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Difference:
     count: int
 
 
-def open_arrays(folder: epath.Path, values: Sequence[Value]) -> dict[str, Array]:
+def open_arrays(folder: epath.Path, values: Sequence[DatabaseValue]) -> dict[str, ts.TensorStore]:
     """Opens the arrays of a step, by name; their numbers are not read yet.
 
     values: the entries of the step's database
@@ -70,12 +69,12 @@ def open_arrays(folder: epath.Path, values: Sequence[Value]) -> dict[str, Array]
         raise DatabaseError(f"is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
-def piece_shape(array: Array) -> tuple[int, ...]:
+def piece_shape(array: ts.TensorStore) -> tuple[int, ...]:
     """The shape of the pieces in which an array is stored."""
     return tuple(max(size or 1, 1) for size in array.chunk_layout.read_chunk.shape or ())
 
 
-def _pieces(array: Array) -> Iterator[Index]:
+def _pieces(array: ts.TensorStore) -> Iterator[PieceIndex]:
     """The indices of the pieces in which an array is stored."""
     size = piece_shape(array)
     ranges = [range(0, n, step) for n, step in zip(array.shape, size, strict=True)]
@@ -86,7 +85,7 @@ def _pieces(array: Array) -> Iterator[Index]:
         )
 
 
-def read(array: Array) -> Iterator[tuple[Index, np.ndarray | None]]:
+def read(array: ts.TensorStore) -> Iterator[tuple[PieceIndex, np.ndarray | None]]:
     """Yields (index, numbers) of each piece of an array, reading several at a time; None instead of
     the numbers of a piece that is damaged or missing. Raises CheckpointError for one that cannot be
     read for another reason."""
@@ -108,7 +107,7 @@ def read(array: Array) -> Iterator[tuple[Index, np.ndarray | None]]:
         under_way += ((index, array[index].read()) for index in itertools.islice(indices, 1))
 
 
-def nbytes(array: Array) -> int:
+def nbytes(array: ts.TensorStore) -> int:
     """Bytes of an array's numbers."""
     return math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
 
@@ -161,11 +160,11 @@ def damages(folder: epath.Path, progress: Callable[[int, int], object]) -> Itera
             progress(done, total)
 
 
-def _in_brackets(index: Index) -> str:
+def _in_brackets(index: PieceIndex) -> str:
     return f"[{', '.join(f'{part.start}:{part.stop}' for part in index)}]" if index else ""
 
 
-def statistics(array: Array) -> Statistics:
+def statistics(array: ts.TensorStore) -> Statistics:
     """The statistics of an array, which is read. Raises DatabaseError if it is damaged."""
     least, greatest, squares, not_finite = math.inf, -math.inf, 0.0, 0
     for _, numbers in _undamaged(array):
@@ -178,7 +177,7 @@ def statistics(array: Array) -> Statistics:
     return Statistics(least, greatest, math.sqrt(squares), not_finite)
 
 
-def difference(a: Array, b: Array) -> Difference:
+def difference(a: ts.TensorStore, b: ts.TensorStore) -> Difference:
     """The difference of two arrays of one shape, which are read; it is computed in float64.
 
     Raises DatabaseError if one of them is damaged, or if `b` cannot be read; CheckpointError if `a`
@@ -203,7 +202,7 @@ def difference(a: Array, b: Array) -> Difference:
     return Difference(absolute, relative, count)
 
 
-def _undamaged(array: Array) -> Iterator[tuple[Index, np.ndarray]]:
+def _undamaged(array: ts.TensorStore) -> Iterator[tuple[PieceIndex, np.ndarray]]:
     """Yields (index, numbers) like `read`, but raises DatabaseError for a damaged piece."""
     for index, numbers in read(array):
         if numbers is None:

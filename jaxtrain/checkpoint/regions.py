@@ -74,7 +74,7 @@ class StoredArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Region:
+class SharedRegion:
     """Two indices of the same numbers: `shard[local]` and `stored_array[stored]`. They select
     arrays of the same shape."""
 
@@ -151,7 +151,7 @@ def _stored_array(index: int, path: tuple, leaf: Any, stored: Stored) -> StoredA
     return StoredArray(name, (*lead, *layers, *stored.shape), np.dtype(leaf.dtype), (in_memory,))
 
 
-def regions(leaf: Leaf, bounds: Bounds, stored: tuple[int, ...]) -> Iterator[Region]:
+def regions(leaf: Leaf, bounds: Bounds, stored: tuple[int, ...]) -> Iterator[SharedRegion]:
     """The regions of a shard and of the stored array that hold the same numbers. The rest of the
     shard is padding, and zero.
 
@@ -161,7 +161,7 @@ def regions(leaf: Leaf, bounds: Bounds, stored: tuple[int, ...]) -> Iterator[Reg
       stored: the stored array's shape.
     """
     lead, bounds, stored = bounds[: leaf.lead], bounds[leaf.lead :], stored[leaf.lead :]
-    runs = [Region((), ())]
+    runs = [SharedRegion((), ())]
     if leaf.stack:
         runs = list(_layer_runs(leaf.stack, bounds[0], bounds[1]))
         bounds, stored = bounds[2:], stored[1:]
@@ -170,7 +170,7 @@ def regions(leaf: Leaf, bounds: Bounds, stored: tuple[int, ...]) -> Iterator[Reg
         return
     for run in runs:
         # The Ellipsis makes the result a view, for scalars too.
-        yield Region(
+        yield SharedRegion(
             (*_from_zero(lead), *run.local, *_from_zero(clipped), ...),
             (*_slices(lead), *run.stored, *_slices(clipped), ...),
         )
@@ -184,12 +184,14 @@ def _from_zero(bounds: Iterable[tuple[int, int]]) -> list[slice]:
     return [slice(0, stop - start) for start, stop in bounds]
 
 
-def _layer_runs(stack: Stack, stages: tuple[int, int], places: tuple[int, int]) -> Iterator[Region]:
+def _layer_runs(
+    stack: Stack, stages: tuple[int, int], places: tuple[int, int]
+) -> Iterator[SharedRegion]:
     """The layers in a block of a unit's stack [stages, places], by stage, whose layers are
     consecutive."""
     for stage in range(*stages):
         if layers := stack.held[stage][slice(*places)]:
-            yield Region(
+            yield SharedRegion(
                 (stage - stages[0], slice(0, len(layers))), (slice(layers.start, layers.stop),)
             )
 

@@ -26,7 +26,7 @@ from etils import epath
 from jaxtrain.checkpoint import manifest, stores
 from jaxtrain.checkpoint.manifest import META, STATE, DatabaseError, ManifestError
 from jaxtrain.checkpoint.stores import read_within, scheme_of
-from jaxtrain.config import Config, ConfigError, from_dict
+from jaxtrain.config import ConfigError, StoredConfig, from_dict
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, parse_json, read_json
 
@@ -120,10 +120,10 @@ class Meta:
             **{name: values[name] for name, t in types.items() if isinstance(values.get(name), t)}
         )
 
-    def stored_config(self) -> Config:
-        """The config, not resolved; a setting that it lacks has its default. Raises ConfigError for
+    def stored_config(self) -> StoredConfig:
+        """The config; a setting that it lacks has its default. Raises ConfigError for
         what is no config."""
-        return from_dict(self.config)
+        return from_dict(self.config).to_store()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,13 +158,13 @@ class StepChoice:
         return ", ".join(map(str, self.unrecognized))
 
 
-Shapes = Mapping[str, tuple[int, ...]]  # array → shape
+ArrayShapes = Mapping[str, tuple[int, ...]]  # array → shape
 NONE: Mapping[int, str] = {}
 # (meta, shapes of the arrays) of a step → a text with its fault; "" if it has none
-StepCheck = Callable[[Meta, Shapes], str]
+StepCheck = Callable[[Meta, ArrayShapes], str]
 
 
-def nothing_wrong(meta: Meta, shapes: Shapes) -> str:
+def nothing_wrong(meta: Meta, shapes: ArrayShapes) -> str:
     """The StepCheck that accepts every step."""
     return ""
 

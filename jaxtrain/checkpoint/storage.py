@@ -1,4 +1,4 @@
-"""Copies between device memory and the arrays of an Orbax checkpoint; layout.py says which numbers
+"""Copies between device memory and the arrays of an Orbax checkpoint; regions.py says which numbers
 go where.
 
 Orbax writes a jax.Array only if every process holds a shard of it and all its shards are alike. A
@@ -39,7 +39,7 @@ from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.state_file import DiskArray, block_shape, is_on_disk
 
-# Views of this process's shards, each with its index in the stored array (layout.Region).
+# Views of this process's shards, each with its index in the stored array (regions.SharedRegion)
 Parts = list[tuple[np.ndarray, tuple]]
 
 WRITE_BYTES = 128 * 2**20  # written at a time

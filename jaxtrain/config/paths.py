@@ -35,14 +35,15 @@ def get(config: Config, path: str) -> Any:
 
 
 def replace(config: Config, changes: dict[str, Any]) -> Config:
-    """A config with the settings at some paths changed; values are not checked. Raises KeyError for
-    an unknown path."""
+    """A plain config with the settings at some paths changed; values are not checked. Raises
+    KeyError for an unknown path."""
     groups: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         if path not in fields():
             raise KeyError(path)
         group, name = path.split(".")
         groups.setdefault(group, {})[name] = value
+    config = config.as_read()
     return with_values(
         config,
         **{

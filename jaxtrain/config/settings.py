@@ -9,7 +9,7 @@ between fields, checks.py checks them, and flags.py has the flags. No jax.
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxtrain.config import sources
 from jaxtrain.config.learning_rates import LEARNING_RATES
@@ -58,6 +58,24 @@ def setting(
             "bounds": bounds,
         },
     )
+
+
+Record = TypeVar("Record")
+
+
+def as_type(kind: type[Record], record: object, **values: object) -> Record:
+    """A record of the given type with the fields of another one, some of them changed. Nothing is
+    checked, and all fields are copied at once, because the search for a setting that works makes
+    thousands of configs."""
+    copy = object.__new__(kind)
+    copy.__dict__.update(vars(record))
+    copy.__dict__.update(values)
+    return copy
+
+
+def with_values(record: Record, **values: object) -> Record:
+    """A record with some fields changed: dataclasses.replace without checks."""
+    return as_type(type(record), record, **values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,6 +289,40 @@ class ModelConfig:
         2048, "tokens per device whose logits are in memory at the same time", at_least=1
     )
 
+    def resolve(self, sequence_length: int) -> "ResolvedModel":
+        """This model with its dependent defaults filled in, and biases in the order of BIASED. The
+        sizes of latents become 0 without latent attention, rotary_dim with it.
+
+        sequence_length: of the training, in tokens
+        """
+        latent = self.attention == "mla"
+        head_dim = self.head_dim or self.width // self.heads
+        mlp_width = self.mlp_width or 4 * self.width
+        normalizes = self.router_normalize
+        if self.experts and normalizes == "auto":
+            normalizes = "always" if self.experts_per_token > 1 else "never"
+        return as_type(
+            ResolvedModel,
+            self,
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=head_dim,
+            query_rank=self.query_rank * latent,
+            kv_rank=self.kv_rank * latent,
+            rope_head_dim=self.rope_head_dim * latent,
+            rotary_dim=(self.rotary_dim or head_dim) * (not latent),
+            value_head_dim=(self.value_head_dim or head_dim) * latent,
+            mlp_width=mlp_width,
+            expert_width=self.expert_width or mlp_width * (self.experts > 0),
+            router_normalize=normalizes,
+            max_positions=self.max_positions or sequence_length,
+            latent_norm_epsilon=(self.latent_norm_epsilon or self.norm_epsilon) * latent,
+            biases=tuple(part for part in BIASED if part in self.biases),
+        )
+
+
+class ResolvedModel(ModelConfig):
+    """A model each of whose sizes is a number, and not a default that depends on others."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
@@ -339,6 +391,10 @@ class MeshConfig:
         "adapt to the number of devices: replica and then data shrink or grow, and the "
         "batch stays the same",
     )
+
+    def sizes(self) -> dict[str, int]:
+        """Axis → size, slowest network first; one may be -1."""
+        return {name: size for name, size in vars(self).items() if name != "elastic"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -736,6 +792,14 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 
+    def __post_init__(self) -> None:
+        # dataclasses.replace comes here, too: it would keep a state that changed settings lack.
+        if type(self) is not Config:
+            raise TypeError(
+                f"a {type(self).__name__} is made by methods of Config; jaxtrain.config.replace "
+                "changes its settings and returns a Config"
+            )
+
     @property
     def sequences_per_microbatch(self) -> int:
         """Sequences of a microbatch, over all devices."""
@@ -746,43 +810,79 @@ class Config:
         """True if data shards have one stage and one microbatch, whose gradients are the step's."""
         return self.mesh.data != 1 and self.mesh.stage == self.pipeline.microbatches == 1
 
-    def resolve(self) -> "Config":
-        """This config with its dependent defaults filled in (kv_heads and the sizes of heads,
-        rotary_dim, mlp_width, expert_width, max_positions, latent_norm_epsilon, router_normalize;
-        reduce, ends; repeats), and biases in the order of BIASED. The sizes of latents become 0 in
-        a model without latent attention, rotary_dim in one with it."""
-        m = self.model
-        head_dim, latent = m.head_dim or m.width // m.heads, m.attention == "mla"
-        model = with_values(
-            m,
-            kv_heads=m.kv_heads or m.heads,
-            head_dim=head_dim,
-            query_rank=m.query_rank * latent,
-            kv_rank=m.kv_rank * latent,
-            rope_head_dim=m.rope_head_dim * latent,
-            rotary_dim=(m.rotary_dim or head_dim) * (not latent),
-            value_head_dim=(m.value_head_dim or head_dim) * latent,
-            mlp_width=m.mlp_width or 4 * m.width,
-            expert_width=m.expert_width or (m.mlp_width or 4 * m.width) * (m.experts > 0),
-            max_positions=m.max_positions or self.data.sequence_length,
-            latent_norm_epsilon=(m.latent_norm_epsilon or m.norm_epsilon) * latent,
-            biases=tuple(part for part in BIASED if part in m.biases),
-        )
-        if m.experts and m.router_normalize == "auto":
-            model = with_values(
-                model, router_normalize="always" if m.experts_per_token > 1 else "never"
-            )
-        pipeline = with_values(
-            self.pipeline, repeats=self.pipeline.repeats or default_repeats(self.pipeline.schedule)
-        )
-        parallel = self.parallel
-        if parallel.reduce == "auto":
-            in_ops = parallel.zero > 1 or (parallel.zero == 1 and self.has_one_microbatch)
-            parallel = with_values(parallel, reduce="microbatch" if in_ops else "step")
-        if parallel.ends == "auto":
-            sharded = parallel.zero and shards_ends(m, self.mesh.stage, self.pipeline)
-            parallel = with_values(parallel, ends="sharded" if sharded else "replicated")
-        return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
+    def as_read(self) -> "Config":
+        """A plain config with the same settings."""
+        if type(self) is Config:
+            return self
+        return as_type(Config, self, model=as_type(ModelConfig, self.model))
+
+    def fill(self) -> "FilledConfig":
+        """This config with its dependent defaults filled in, as far as they are known while a mesh
+        axis may be -1."""
+        return _filled(FilledConfig, self)
+
+    def to_store(self) -> "StoredConfig":
+        """This config as a checkpoint keeps it."""
+        return _filled(StoredConfig, self)
+
+    def on_own_mesh(self) -> "MeshedConfig":
+        """This config, whose mesh has a size for each axis. Raises ValueError if it has not."""
+        for axis, size in self.mesh.sizes().items():
+            if size < 1:
+                raise ValueError(f"mesh.{axis}={size} is no number of devices")
+        return as_type(MeshedConfig, self.as_read())
+
+    def resolve(self) -> "ResolvedConfig":
+        """This config, whose mesh has a size for each axis, with its dependent defaults filled in
+        (kv_heads and the sizes of heads, rotary_dim, mlp_width, expert_width, max_positions,
+        latent_norm_epsilon, router_normalize; reduce, ends; repeats). Raises ValueError as
+        `on_own_mesh`."""
+        return _filled(ResolvedConfig, self.on_own_mesh())
+
+
+class MeshedConfig(Config):
+    """A config whose mesh has a size for each axis. Its other settings are as read."""
+
+
+class FilledConfig(Config):
+    """A config with its dependent defaults filled in. A mesh axis may still be -1."""
+
+    model: ResolvedModel
+
+
+class ResolvedConfig(MeshedConfig, FilledConfig):
+    """A config of which nothing is open: each mesh axis has a size, and every dependent default is
+    filled in. Steps and plans are made from it."""
+
+    def with_times(self, times: tuple[float, ...]) -> "ResolvedConfig":
+        """This config with other op times (`pipeline.times`), on which no default depends."""
+        return with_values(self, pipeline=with_values(self.pipeline, times=times))
+
+
+class StoredConfig(FilledConfig):
+    """The config of a checkpoint. A setting that its version of jaxtrain did not know has its
+    default. The mesh is that of the run which wrote it; an axis may be -1 where no run did, but
+    `convert from_hf`."""
+
+
+Filled = TypeVar("Filled", bound=FilledConfig)
+
+
+def _filled(kind: type[Filled], config: Config) -> Filled:
+    """The config in the given state, with its dependent defaults filled in."""
+    pipeline = with_values(
+        config.pipeline,
+        repeats=config.pipeline.repeats or default_repeats(config.pipeline.schedule),
+    )
+    parallel = config.parallel
+    if parallel.reduce == "auto":
+        in_ops = parallel.zero > 1 or (parallel.zero == 1 and config.has_one_microbatch)
+        parallel = with_values(parallel, reduce="microbatch" if in_ops else "step")
+    if parallel.ends == "auto":
+        sharded = parallel.zero and shards_ends(config.model, config.mesh.stage, config.pipeline)
+        parallel = with_values(parallel, ends="sharded" if sharded else "replicated")
+    model = config.model.resolve(config.data.sequence_length)
+    return as_type(kind, config, model=model, parallel=parallel, pipeline=pipeline)
 
 
 def shards_ends(model: ModelConfig, stages: int, pipeline: PipelineConfig) -> bool:
@@ -794,13 +894,3 @@ def ends_with_layers(model: ModelConfig) -> str:
     """The model's setting that puts layers on the stage of the embedding or of the head, whose
     table can then not be split over the stages; "" if none does."""
     return next((name for name in ("mtp_depth", "dense_layers") if getattr(model, name)), "")
-
-
-def with_values(record: Any, **values: Any) -> Any:
-    """dataclasses.replace for the records of this module, whose construction checks nothing. It
-    copies all fields at once, because the search for a setting that works makes thousands of
-    configs."""
-    copy = object.__new__(type(record))
-    copy.__dict__.update(record.__dict__)
-    copy.__dict__.update(values)
-    return copy

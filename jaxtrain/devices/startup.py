@@ -2,11 +2,13 @@
 processes."""
 
 import os
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config import Config
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.sizes import GPU_MEMORY, MEMORY_FRACTION
 from jaxtrain.devices.cluster_environment import (
     SIMULATED_DEVICES,
@@ -55,7 +57,10 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
         "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"]
         or settings.jax_num_cpu_devices >= 0
     )
-    if namespace.cpu_devices:
+    if has_devices():
+        asked = True
+        check_cpu_devices(namespace.cpu_devices)
+    elif namespace.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", namespace.cpu_devices)
     elif (
@@ -81,6 +86,28 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
         streams.log(
             f"no accelerator found: simulating {jax.device_count()} CPU devices "
             "(--cpu_devices=N for another number)"
+        )
+
+
+def has_devices() -> bool:
+    """True if this process has used jax: its devices are settled then, and jax refuses settings for
+    them. Without importing jax, of whose modules none that is public tells."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bool(bridge and bridge.backends_are_initialized())
+
+
+def check_cpu_devices(asked: int) -> None:
+    """Raises UsageError if this process, which has used jax, has other devices than so many
+    simulated ones. asked: 0 for whatever there is"""
+    import jax
+
+    count, platform = jax.local_device_count(), jax.default_backend()
+    if asked and (platform, count) != ("cpu", asked):
+        raise UsageError(
+            f"--cpu_devices={asked}: this process has used jax already, and has {count} {platform} "
+            f"device{'s'[: count > 1]}",
+            {"cpu_devices": count if platform == "cpu" else 0},
+            advice="here, or a new process (of a notebook, a new kernel)",
         )
 
 

@@ -98,7 +98,7 @@ def write_model(model: ModelConfig, family: Family | None, length: int) -> dict[
 
 def differing(a: ModelConfig, b: ModelConfig) -> Iterator[str]:
     """The settings in which two models compute different functions."""
-    configs = [Config(model=model).resolve() for model in (a, b)]
+    configs = [Config(model=model).fill() for model in (a, b)]
     unused_in_both = set.intersection(*map(unused.without_use, configs))
     for name in (field.name for field in dataclasses.fields(ModelConfig)):
         first, second = (getattr(config.model, name) for config in configs)

@@ -22,7 +22,7 @@ from jaxtrain.config import Config, ConfigError, ModelConfig
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules.checks import field_violation
 from jaxtrain.config.sources import holds_tokens
-from jaxtrain.hf.block_scales import Block, read_block
+from jaxtrain.hf.block_scales import BlockSize, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
 from jaxtrain.hf.model_config import FREE, differing, read_model
@@ -38,7 +38,7 @@ class Origin:
     """The settings that a run takes from the model that it starts from.
 
     folder: of the published model; place: the file that has the settings
-    model: not resolved; tokenizer: a path, "" if there is none; notes: lines for people
+    tokenizer: a path, "" if there is none; notes: lines for people
     """
 
     folder: pathlib.Path
@@ -70,7 +70,7 @@ class Published(Origin):
     files: Mapping[str, bytes]
     values: Mapping[str, Any]
     family: Family
-    block: Block | None
+    block: BlockSize | None
 
     @property
     def prediction_fields(self) -> list[str]:
@@ -196,7 +196,7 @@ def started_from(
     if config.model.mtp_depth == 0:  # the modules may be left out
         model = dataclasses.replace(model, mtp_depth=0)
     if setting := _contradiction(config.model, model):
-        name, value = f"model.{setting}", getattr(Config(model=model).resolve().model, setting)
+        name, value = f"model.{setting}", getattr(Config(model=model).fill().model, setting)
         raise ConfigError(
             name,
             getattr(config.model, setting),

@@ -262,7 +262,7 @@ def build(
     context: how attention reaches the tokens of other devices, where a sequence is split over the
         mesh's context axis (parallel/attention/context.py).
     batch_size: sequences in a step, over which the routers' losses are a mean.
-    expert_nodes: the nodes that experts' devices span (parallel/experts/experts.py).
+    expert_nodes: the nodes that experts' devices span (parallel/experts/).
     """
     padded = padded_vocabulary(cfg.vocab_size, model_shards * stage_shards)
     vocab = "staged_vocab" if stage_shards > 1 else "vocab"

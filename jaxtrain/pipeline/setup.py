@@ -12,7 +12,13 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jaxtrain.config import Config, ConfigError, ModelConfig, PipelineConfig, ends_with_layers
+from jaxtrain.config import (
+    ConfigError,
+    ModelConfig,
+    PipelineConfig,
+    ResolvedConfig,
+    ends_with_layers,
+)
 from jaxtrain.config.rules.rules import values_for
 from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of
@@ -131,10 +137,9 @@ class Setup:
 # --- op times -------------------------------------------------------------------------------------
 
 
-def times_of(config: Config) -> Times:
-    """The op times of a resolved config: its `pipeline.times`; or those planned for
-    `train.hardware`, in ms; or those that follow from the model's sizes, with F = 1. Raises
-    HardwareError."""
+def times_of(config: ResolvedConfig) -> Times:
+    """The op times of a config: its `pipeline.times`; or those planned for `train.hardware`, in ms;
+    or those that follow from the model's sizes, with F = 1. Raises HardwareError."""
     pipeline, stages, known = config.pipeline, config.mesh.stage, config.pipeline.times
     if not known and stages > 1 and config.train.hardware:
         known = op_times(config, load(config.train.hardware))
@@ -192,13 +197,12 @@ def complete_times(known: Sequence[float], model: Model, stages: int, recomputes
 # --- the search -----------------------------------------------------------------------------------
 
 
-_SETUPS: dict[Config, Setup] = {}  # of the last configs, oldest first
+_SETUPS: dict[ResolvedConfig, Setup] = {}  # of the last configs, oldest first
 MOST_SETUPS = 16
 
 
-def make_setup(config: Config, report: Report = table_search.silent) -> Setup:
-    """The tables of a resolved config whose mesh is known; the same object as long as it is one of
-    the last MOST_SETUPS.
+def make_setup(config: ResolvedConfig, report: Report = table_search.silent) -> Setup:
+    """The tables of a config; the same object as long as it is one of the last MOST_SETUPS.
 
     report: is told how far the search for a table has come, where there is one. Raises ConfigError
     for a schedule that does not fit.

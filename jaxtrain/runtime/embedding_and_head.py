@@ -65,6 +65,19 @@ def look_ahead(batch: Tree, depth: int) -> Tree:
     return {**batch, "mtp": modules} if depth else batch
 
 
+def positions_and_segments(batch: Tree, microbatch) -> tuple[jax.Array, jax.Array | None]:
+    """What every layer reads beside its input: positions [B or 1, T] and, where tokens attend
+    within their document, segments [B, T]."""
+    positions = _positions(batch, microbatch)
+    return positions, take(batch["segments"], microbatch) if "segments" in batch else None
+
+
+def _positions(batch: Tree, microbatch) -> jax.Array:
+    if "positions" in batch:
+        return take(batch["positions"], microbatch)
+    return context.positions(batch["tokens"].shape[-1])
+
+
 class HeadTree(NamedTuple):
     """The head's part of a ModelTree. table: the embedding table if the head is tied to it, else
     None."""
@@ -142,17 +155,6 @@ class EmbeddingAndHead:
     zero: Zero
     reductions: ModelTree
     sizes: Mapping[str, int]
-
-    def extra(self, batch: Tree, microbatch) -> tuple[jax.Array, jax.Array | None]:
-        """The arguments of every layer besides its input: positions [B or 1, T] and, where
-        documents are kept apart, segments [B, T]."""
-        positions = self._positions(batch, microbatch, take(batch["tokens"], microbatch))
-        return positions, take(batch["segments"], microbatch) if "segments" in batch else None
-
-    def _positions(self, batch: Tree, microbatch, tokens) -> jax.Array:
-        if "positions" in batch:
-            return take(batch["positions"], microbatch)
-        return context.positions(tokens.shape[1])
 
     # ------------------------------------------------------------------ between stages
 
@@ -238,7 +240,7 @@ class EmbeddingAndHead:
     def embed(self, constants: Constants, microbatch) -> jax.Array:
         """The first unit's input."""
         x = self._embedded(constants, microbatch)
-        extra = self.extra(constants.batch, microbatch)
+        extra = positions_and_segments(constants.batch, microbatch)
         for i in self._dense_layers:
             x = self._dense_layer(i, extra, self._dense_params(constants, i), x)
         return x
@@ -258,7 +260,7 @@ class EmbeddingAndHead:
     def _embedded(self, constants: Constants, microbatch) -> jax.Array:
         """The embeddings of a microbatch's tokens, with positions: the first layer's input."""
         tokens = take(constants.batch["tokens"], microbatch)
-        positions = self._positions(constants.batch, microbatch, tokens)
+        positions = _positions(constants.batch, microbatch)
         params = dict(constants.params.embed)
         x = self._lookup(params, tokens)
         if "positions" in params:
@@ -272,7 +274,7 @@ class EmbeddingAndHead:
         """The gradient sums of the embedding and of the dense layers behind it, with those of a
         microbatch. g: the gradient of `embed`'s result."""
         tokens = take(constants.batch["tokens"], microbatch)
-        positions = self._positions(constants.batch, microbatch, tokens)
+        positions = _positions(constants.batch, microbatch)
         dense, embed = sums.first, dict(sums.embed)
         if dense:
             dense, g = self._add_dense(dense, constants, microbatch, g)
@@ -289,7 +291,7 @@ class EmbeddingAndHead:
         """Returns (the sums with the gradients of the dense layers, which are recomputed; the
         gradient of the first one's input)."""
         backward, x = [], self._embedded(constants, microbatch)
-        extra = self.extra(constants.batch, microbatch)
+        extra = positions_and_segments(constants.batch, microbatch)
         for i in self._dense_layers:
             layer = functools.partial(self._dense_layer, i, extra)
             x, vjp = fp8.vjp(layer, self._dense_params(constants, i), x)
@@ -407,7 +409,7 @@ class EmbeddingAndHead:
         module before. So that norm has two gradients: by the logits, and by the next module.
         """
         head, part = self._head(params)
-        extra = self.extra(constants.batch, microbatch)
+        extra = positions_and_segments(constants.batch, microbatch)
         follow = lambda module, norm, y, embedded: self.parts.predictor(module)(
             self.parts.norm(norm)(y), embedded, *extra
         )

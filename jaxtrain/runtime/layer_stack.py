@@ -39,30 +39,6 @@ PAIRS_OF_R, REST_OF_R = "pairs_of_r", "rest_of_r"
 UNSHARDED = Zero()  # parameters are neither gathered nor their gradients reduced inside an op
 
 
-def slot_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an array in a slot: one of four dimensions (tokens, heads, size of a head) has
-    the last two as one.
-
-    XLA's GPU compiler would give an array of heads one layout where it is written and another where
-    it is read, and transpose all of it in every tick. The last dimension is never split over
-    devices, so merging it moves nothing.
-    """
-    return shape if len(shape) < 4 else (*shape[:-2], shape[-2] * shape[-1])
-
-
-def empty_pool(slots: int, layers: int, shapes: Shapes, on_host: Sequence[bool] = ()) -> Arrays:
-    """A pool of so many slots, each for arrays of these shapes of each of `layers` layers: [slots ·
-    layers, ...], each in the memory of the device or the host. Nothing of it may be read before it
-    is written.
-
-    One dimension for both: copies between a TPU and its host cut one dimension alone.
-    """
-    return [
-        host_memory.empty_pool((slots * layers, *slot_shape(a.shape)), a.dtype, hosted)
-        for a, hosted in zip(shapes, on_host or [False] * len(shapes), strict=True)
-    ]
-
-
 class RecomputedLayer:
     """A layer whose backward runs it once more from its input, the one residual: full remat on one
     stage. It has the methods of a LayerSplit that forward and backward at once need.

@@ -1,15 +1,24 @@
 """The runtime: it executes any table as one scan over its ticks, inside one shard_map.
 docs/architecture.md has the picture.
 
-This file has the manual region, the state before the first tick, the scan, and the reduction after
-the last tick. tick.py has the tick itself. All mesh axes are manual except `model`, whose
-collectives the partitioner derives from the layers' logical axes.
+Begin with `Runtime.losses_and_gradients`, and go on with the body that it runs on each device:
+
+    losses_and_gradients     global arrays → `_in_manual_region` → global losses and gradients
+      _losses_and_gradients  on a device:
+        _constants             parameters in the compute type; the batch, its weights normalized
+        _scan                  state before the first tick → state after the last one
+          _tick                  the function of a tick (tick.py), pools and buffers (state_plan.py)
+        ParameterPlan.reduced  gradient sums → gradients, one collective for each parameter
+
+`losses` (evaluation) and `several_steps` (a table with the optimizer's updates) have the same form.
+All mesh axes are manual except `model`, whose collectives the partitioner derives from the layers'
+logical axes.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,59 +27,26 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.saved_values import LAYER_INPUT, names_on_host
 from jaxtrain.config.sizes import Remat
-from jaxtrain.devices import host_memory
-from jaxtrain.devices.mesh import (
-    CONTEXT,
-    MANUAL_AXES,
-    MODEL,
-    STAGE,
-    manual_axes,
-    psum,
-    traced_for,
-)
-from jaxtrain.devices.sharding import BATCH_SPEC, constrain, mesh_axes, restricted
+from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
+from jaxtrain.devices.sharding import BATCH_SPEC, constrain
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.rotary import layer_positions
-from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, replicas
 from jaxtrain.parallel.attention import context
-from jaxtrain.parallel.fp8 import Fp8, Quantized
-from jaxtrain.parallel.zero import (
-    Reduction,
-    Zero,
-    gather,
-    reduce,
-    reduce_rest,
-    shard_shape,
-    unsharded_shape,
-)
-from jaxtrain.runtime.backward_split import LayerSplit
-from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
-from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
-from jaxtrain.runtime.saved_bytes import (
-    RuntimeLayer,
-    as_used,
-    bytes_of,
-    examples,
-    host_rule,
-    in_manual_region,
-    keep_rule,
-)
+from jaxtrain.parallel.fp8 import Fp8
+from jaxtrain.parallel.zero import Zero, gather
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead, positions_and_segments
+from jaxtrain.runtime.layer_stack import LayerStack
+from jaxtrain.runtime.saved_bytes import RuntimeLayer, examples, in_manual_region
+from jaxtrain.runtime.state_plan import ParameterPlan, SlotBytes, UnitPlan, buffer_names, empty
 from jaxtrain.runtime.tick import Accumulate, Tick
-from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState
-from jaxtrain.runtime.updates import PartsState, UpdateRules, Updates, parts_specs
-from jaxtrain.schedule.columns import (
-    ARRIVED,
-    TickColumns,
-    TickTable,
-    last_weights,
-    tick_table,
-)
+from jaxtrain.runtime.tick_state import Constants, ModelTree, TickState, stage_added, stage_dropped
+from jaxtrain.runtime.updates import UpdateRules, Updates, ValuesAndOptimizer, values_specs
+from jaxtrain.schedule.columns import TickColumns, TickTable, last_weights, tick_table
 from jaxtrain.schedule.placement import Placement
-from jaxtrain.schedule.slots import SAVED, SlottedTable
+from jaxtrain.schedule.slots import SlottedTable
 
 
 @jax.tree_util.register_dataclass
@@ -102,33 +78,25 @@ class LossesAndGradients:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepsResults:
-    """The result of a table of several steps, up to the first one that was to be clipped or
-    skipped.
+    """The result of a table of several steps. It accepts the steps before the first one that was to
+    be clipped or skipped.
 
-    right: int32, the number of steps before that one
-    losses: float32 [steps] each; only those of the right steps are losses
+    accepted_steps: int32, their number
+    losses: float32 [steps] each; only those of the accepted steps are losses
     gradient_norms, norms: float32 [steps], of the gradients and of the updated parameters
-    parts: the values and states after the right steps
+    updated: the values and the optimizer's state after the accepted steps
     """
 
-    right: Any
-
+    accepted_steps: Any
     losses: Losses
     gradient_norms: Any
     norms: Any
-    parts: PartsState
-
-
-class SlotBytes(NamedTuple):
-    """Bytes of a slot on a device and its host, and those on the host."""
-
-    all: int
-    on_host: int = 0
+    updated: ValuesAndOptimizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runtime:
-    """Executes a table for a model on a mesh.
+    """Executes a table for a model on a mesh: `losses`, `losses_and_gradients`, `several_steps`.
 
     slotted: the table with its slots; None with one stage, where a tick is the forward and backward
         of a microbatch
@@ -138,7 +106,7 @@ class Runtime:
     remat: what the backward recomputes of a unit's lowest layers: full, everything from its input,
         which F saves; selective, everything but products with weights; none, nothing
     save: the names of the values that selective saves, instead of products, or of the input that
-        full does, as `pipeline.save` has them
+        full saves, in the form of `pipeline.save`
     loss_chunk: the most tokens whose logits exist at a time
     compute: dtype of activations
     independent_replicas: each replica has parameters of its own; they, losses and gradients have a
@@ -188,40 +156,29 @@ class Runtime:
             None: the table's.
         """
         losses = Losses(P(), P(), P() if self.parts.cfg.mtp_depth else None)
-        gradients = jax.tree.map(lambda r: restricted(r.storage, MANUAL_AXES), self.reductions)
         batch = look_ahead(batch, self.parts.cfg.mtp_depth)
         columns = self._columns(batch) if columns is None else columns
-        out_specs = LossesAndGradients(losses, gradients)
+        out_specs = LossesAndGradients(losses, self._parameters.gradient_specs().present())
         return self._in_manual_region(self._losses_and_gradients, params, batch, columns, out_specs)
 
     def several_steps(
-        self, params: dict, parts: PartsState, batch: dict, rules: UpdateRules
+        self, params: dict, held: ValuesAndOptimizer, batch: dict, rules: UpdateRules
     ) -> StepsResults:
-        """The steps of a table of several ones, with their updates.
+        """The results of a table of several steps, with their updates.
 
         Args:
           params: as for `losses`, and float32.
-          parts: values and state of the optimizer, whose arrays are laid out as
+          held: values and state of the optimizer, whose arrays are laid out as
             `Reduction.storage`.
           batch: as for `losses`, of all steps: [steps · microbatches, sequences, T].
         """
         batch = look_ahead(batch, self.parts.cfg.mtp_depth)
-        specs = parts_specs(parts, self.reductions)
+        specs = values_specs(held, self.reductions)
         mtp_loss = P() if self.parts.cfg.mtp_depth else None
         out_specs = StepsResults(P(), Losses(P(), P(), mtp_loss), P(), P(), specs)
         body = functools.partial(self._several_steps, rules)
         columns = self._columns(batch)
-        return self._in_manual_region(body, params, batch, columns, out_specs, (parts, specs))
-
-    @property
-    def _input_on_host(self) -> str:
-        """The pool in the host's memory of the inputs that full recomputation starts from: those of
-        layers, or of units; "" where they are in the device's."""
-        if self.remat.mode != "full" or not (
-            self.offload_activations or LAYER_INPUT in names_on_host(self.save)
-        ):
-            return ""
-        return "layer_input" if self._saves_inputs else "activation"
+        return self._in_manual_region(body, params, batch, columns, out_specs, (held, specs))
 
     def slot_bytes(self, sequences: int, tokens: int, documents: bool) -> dict[str, SlotBytes]:
         """Pool → bytes of one of its slots.
@@ -230,26 +187,37 @@ class Runtime:
         documents: a batch has segments and positions, so tokens attend within their document
         """
         message = (sequences, tokens, self.parts.cfg.width)
-        make = functools.partial(self._ranges, message, examples(sequences, tokens, documents))
-        sizes: dict[str, SlotBytes] = {}
-        for part in in_manual_region(make, self.mesh, self.collective_matmul, self.mesh):
-            saved = bytes_of(part.split, self.mesh.shape[MODEL])
-            layers = part.most(self.placement.sizes)
-            inputs = {"activation": saved.input, "gradient": saved.input}
-            if part.layer_input:
-                inputs[part.layer_input] = layers * saved.input
-            sizes |= {
-                name: SlotBytes(size, size * (name == self._input_on_host))
-                for name, size in inputs.items()
-            }
-            sizes |= {
-                part.residual_b: SlotBytes(layers * saved.residual_b, layers * saved.host_b),
-                part.residual_w: SlotBytes(layers * saved.residual_w, layers * saved.host_w),
-                part.weight_stash: SlotBytes(layers * saved.weight_stash),
-            }
-        return sizes
+        make = functools.partial(
+            self._units.ranges, message, examples(sequences, tokens, documents)
+        )
+        ranges = in_manual_region(make, self.mesh, self.collective_matmul, self.mesh)
+        return self._units.slot_bytes(ranges, self.mesh.shape[MODEL])
 
-    # ------------------------------------------------------------------ into the manual region
+    # ------------------------------------------------------------------ plans, without arrays
+
+    @functools.cached_property
+    def _units(self) -> UnitPlan:
+        return UnitPlan(
+            RuntimeLayer(self.parts, self.compute, self.fp8),
+            self.placement.sizes,
+            self.slotted,
+            self.remat,
+            self.save,
+            self.offload_activations,
+        )
+
+    @functools.cached_property
+    def _parameters(self) -> ParameterPlan:
+        layers = dict.fromkeys(self.reductions["layers"], self.parts.specs["layer"])
+        return ParameterPlan(
+            ModelTree(**self.parts.ends, layers=layers),
+            ModelTree(**self.reductions),
+            self.zero,
+            self.zero_of_ends,
+            self.compute,
+            self.fp8,
+            self.mesh.shape,
+        )
 
     @functools.cached_property
     def _ticks(self) -> TickTable | None:
@@ -258,6 +226,8 @@ class Runtime:
         ticks = tick_table(self.slotted)
         if not self.zero.reduces_in_last or self.slotted.table.forward_only:
             return ticks
+        # Only this form of ZeRO has an op of its own for a unit's last W. Without the column one op
+        # does for all, and a tick has no second loop.
         columns = dataclasses.replace(ticks.columns, last_weights=last_weights(self.slotted.table))
         return dataclasses.replace(ticks, columns=columns)
 
@@ -267,6 +237,8 @@ class Runtime:
         if self._ticks is not None:
             return self._ticks.columns
         return TickColumns(np.arange(batch["tokens"].shape[0], dtype=np.int32)[:, None])
+
+    # ------------------------------------------------------------------ into the manual region
 
     def _in_manual_region(
         self,
@@ -282,11 +254,7 @@ class Runtime:
         out_specs: the specs of the body's result; for independent replicas, of one replica's
         others: further arguments, each with its specs
         """
-        held = lambda zero, reduction: restricted(zero.held(reduction), MANUAL_AXES)
-        in_specs: Any = {
-            name: jax.tree.map(functools.partial(held, self._zero_of(name)), part)
-            for name, part in self.reductions.items()
-        }
+        in_specs: Any = self._parameters.held_specs().present()
         if self.independent_replicas:
             in_specs, out_specs = jax.tree.map(replicas.leading, (in_specs, out_specs))
             body = _of_one_replica(body)
@@ -303,8 +271,10 @@ class Runtime:
             axis_names=manual_axes(self.mesh),
             check_vma=False,
         )
-        if (parts := self.mesh.shape[CONTEXT]) > 1:
-            batch = jax.tree.map(lambda a: context.zigzag(a, parts), batch)
+        # Causal attention reads the tokens before: with a first and a last piece of each sequence
+        # all devices of `context` have equal work.
+        if (devices := self.mesh.shape[CONTEXT]) > 1:
+            batch = jax.tree.map(lambda a: context.zigzag(a, devices), batch)
         with traced_for(self.mesh), collective_matmul.requested(self.collective_matmul):
             columns = jax.tree.map(jnp.asarray, columns)
             return run(params, batch, columns, *(argument for argument, _ in others))
@@ -321,47 +291,18 @@ class Runtime:
     ) -> LossesAndGradients:
         constants, tokens = self._constants(params, batch)
         mtp_loss = jnp.zeros(()) if self.parts.cfg.mtp_depth else None
-        sums = self._of_parts(self._zero_sum, self._specs, self._reductions, constants.params)
-        state = TickState(jnp.zeros(()), mtp_loss, sums, self._zero_shards(sums))
+        sums = self._parameters.zero_sums(constants.params)
+        state = TickState(jnp.zeros(()), mtp_loss, sums, self._parameters.zero_shards(sums))
         state = self._scan(constants, state, columns)
-        loss = self._sum(state.loss)
-        parts = {name: part for name, part in vars(state.gradients).items() if part is not None}
+        loss, sums = self._sum(state.loss), state.gradients
         if self.zero.reduces_in_last:
-            parts["layers"] = state.reduced.layers
-        parts["layers"] = jax.tree.map(lambda a: a[None], parts["layers"])
+            # The last W has reduced the sums of all microbatches already, overlapped with products.
+            sums = dataclasses.replace(sums, layers=state.reduced.layers)
         with jax.named_scope("reduce_gradients"):
-            gradients = {
-                name: jax.tree.map(
-                    lambda r, g, name=name: self._reduced(name, r, g), self.reductions[name], part
-                )
-                for name, part in sorted(parts.items())
-            }
+            gradients = self._parameters.reduced(stage_added(sums.present()))
         if mtp_loss is not None:
             mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
         return LossesAndGradients(Losses(loss, tokens, mtp_loss), gradients)
-
-    def _reduced(self, name: str, reduction: Reduction, sums: jax.Array) -> jax.Array:
-        """A parameter's sums of the part `name` of the model, reduced over the axes over which no
-        op has."""
-        zero = self._zero_of(name)
-        in_ops = zero.reduces_in_ops or (zero.reduces_in_last and name == "layers")
-        return (reduce_rest if in_ops else reduce)(sums, reduction, zero.dtype)
-
-    def _zero_of(self, name: str) -> Zero:
-        """ZeRO of the parameters in the part `name` of the model."""
-        return self.zero if name == "layers" else self.zero_of_ends
-
-    def _of_parts(self, fn: Callable, *trees: ModelTree) -> ModelTree:
-        """fn(zero, …) for each parameter, with its values in these trees."""
-        return ModelTree(
-            **{
-                name: jax.tree.map(
-                    functools.partial(fn, self._zero_of(name)),
-                    *(getattr(tree, name) for tree in trees),
-                )
-                for name in self.reductions
-            }
-        )
 
     def _several_steps(
         self,
@@ -369,20 +310,15 @@ class Runtime:
         params: dict,
         batch: dict,
         columns: TickColumns,
-        parts: PartsState,
+        held: ValuesAndOptimizer,
     ) -> StepsResults:
-        assert self.slotted
-        steps = self.slotted.table.steps
+        steps = self._steps
         constants, tokens = self._constants(params, batch)
-        mtp_loss = jnp.zeros(steps) if self.parts.cfg.mtp_depth else None
-        sums = self._of_parts(self._zero_sum, self._specs, self._reductions, constants.params)
-        model = self.mesh.shape[MODEL]
-        as_used = functools.partial(self._as_used, self.zero)
-        updates = Updates(
-            rules, model, self._sum, self._specs, self._reductions, self.zero.dtype, as_used
-        )
-        loss = jnp.zeros(steps)
-        layers, ends, checks = updates.begin(parts, loss, mtp_loss)
+        loss, mtp_loss = jnp.zeros(steps), jnp.zeros(steps) if self.parts.cfg.mtp_depth else None
+        sums = self._parameters.zero_sums(constants.params)
+        updates = Updates(rules, self._parameters, self._sum, self.mesh.shape[MODEL])
+        layers, ends, checks = updates.begin(held, loss, mtp_loss)
+        # Updates change the parameters, so they are in the state and no constants of the scan.
         state = TickState(
             loss,
             mtp_loss,
@@ -398,62 +334,42 @@ class Runtime:
         if mtp_loss is not None:
             mtp_loss = checks.mtp_loss / self.parts.cfg.mtp_weight
         losses, (gradient_norms, norms) = Losses(checks.loss, tokens, mtp_loss), checks.norms
-        return StepsResults(checks.right, losses, gradient_norms, norms, updates.end(state))
+        return StepsResults(
+            checks.accepted_steps, losses, gradient_norms, norms, updates.end(state)
+        )
 
-    @functools.cached_property
-    def _reductions(self) -> ModelTree:
-        return ModelTree(**self.reductions)
-
-    @functools.cached_property
-    def _specs(self) -> ModelTree:
-        """The parameters' specifications; for a unit's stack of layers, those of one layer."""
-        layers = dict.fromkeys(self.reductions["layers"], self.parts.specs["layer"])
-        return ModelTree(**self.parts.ends, layers=layers)
+    @property
+    def _steps(self) -> int:
+        return self.slotted.table.steps if self.slotted else 1
 
     def _sum(self, loss: jax.Array) -> jax.Array:
-        """The sum of a loss over all devices that have a part of it."""
+        """The sum of a loss over all devices that have a term of it."""
         return psum(loss, (*replicas.sum_axes(self.independent_replicas), STAGE))
 
     def _constants(self, params: dict, batch: dict) -> tuple[Constants, jax.Array]:
         """Returns (the parameters in the compute type with the batch, whose weights are divided by
         their global sum; this sum)."""
-        stacks = jax.tree.map(lambda a: a[0], params["layers"])
-        held = ModelTree(**{**params, "layers": stacks})
-        tree = self._of_parts(self._as_used, self._specs, self._reductions, held)
+        # Each matrix is cast and gathered once here and not in every tick; with ZeRO inside ops
+        # these gather a layer's shards.
+        tree = self._parameters.each(self._parameters.as_used, ModelTree(**stage_dropped(params)))
         with jax.named_scope("gather"):
-            tree = self._of_parts(
-                lambda zero, r, a: gather(a, r) if zero.gathers_once else a, self._reductions, tree
+            tree = self._parameters.each(
+                lambda zero, _, r, a: gather(a, r) if zero.gathers_once else a, tree
             )
-        weights, tokens = self._normalized(batch["weights"], 1.0)
+        normalized = functools.partial(
+            _normalized, steps=self._steps, axes=replicas.sum_axes(self.independent_replicas)
+        )
+        # Tokens are counted before the first tick, over the global batch: a backward runs before
+        # the last microbatch's forward, and its gradients are then plain sums.
+        weights, tokens = normalized(batch["weights"], 1.0)
         batch = {**batch, "weights": weights}
         if "mtp" in batch:
             share = self.parts.cfg.mtp_weight / self.parts.cfg.mtp_depth
             batch["mtp"] = {
-                d: {**module, "weights": self._normalized(module["weights"], share)[0]}
+                d: {**module, "weights": normalized(module["weights"], share)[0]}
                 for d, module in batch["mtp"].items()
             }
         return Constants(tree, batch), tokens
-
-    def _as_used(
-        self, zero: Zero, spec: Spec, reduction: Reduction, a: jax.Array
-    ) -> jax.Array | Quantized:
-        """A parameter of this device, or a stack of them, in the form that products take."""
-        named = {axis for part in zero.held(reduction) for axis in mesh_axes(part)}
-        axes = [axis for axis in MANUAL_AXES if axis in named and axis != STAGE]
-        return as_used(spec, a, self.compute, self.fp8, axes)
-
-    def _normalized(self, weights: jax.Array, target: float) -> tuple[jax.Array, jax.Array]:
-        """Returns (the weights scaled so that they sum to `target` over the global batch of each
-        step, their sum before: a scalar, or [steps] where the table has several)."""
-        axes = replicas.sum_axes(self.independent_replicas)
-        steps = self.slotted.table.steps if self.slotted else 1
-        if steps == 1:
-            total = psum(weights.astype(jnp.float32).sum(), axes)
-            return weights * (target / jnp.maximum(total, 1)), total
-        of_steps = weights.reshape(steps, -1, *weights.shape[1:])
-        total = psum(of_steps.astype(jnp.float32).sum((1, 2, 3)), axes)
-        scale = target / jnp.maximum(total, 1)
-        return (of_steps * scale[:, None, None, None]).reshape(weights.shape), total
 
     def _scan(
         self,
@@ -462,9 +378,20 @@ class Runtime:
         columns: TickColumns,
         updates: Updates | None = None,
     ) -> TickState:
-        """The state after the last tick. state: that before the first tick, with losses and
-        gradient sums, but without buffers; updates: of a table of several steps"""
-        stage_of, width = self.placement.stage_of, self.parts.cfg.width
+        """The state after the last tick. state: before the first tick, with losses and gradient
+        sums, but without pools and buffers; updates: of a table of several steps"""
+        tick, state = self._tick(constants, state, updates)
+        of_stage = jax.tree.map(lambda column: column[:, 0], columns)
+        # XLA's TPU compiler makes two programs of a scan of one tick: the forward ran twice.
+        if len(jax.tree.leaves(of_stage)[0]) == 1:
+            return tick(state, jax.tree.map(lambda column: column[0], of_stage))
+        return lax.scan(lambda state, columns: (tick(state, columns), None), state, of_stage)[0]
+
+    def _tick(
+        self, constants: Constants, state: TickState, updates: Updates | None
+    ) -> tuple[Callable[[TickState, TickColumns], TickState], TickState]:
+        """Returns (the function of a tick, the state with its pools and buffers)."""
+        stage_of, reductions = self.placement.stage_of, self._parameters.reductions
         ends = EmbeddingAndHead(
             self.parts,
             self.loss_chunk,
@@ -473,34 +400,34 @@ class Runtime:
             stage_of[-1],
             self.shares_vocabulary,
             self.zero_of_ends,
-            self._reductions,
+            reductions,
             self.mesh.shape,
         )
-        message = (*constants.batch["tokens"].shape[1:], width)
-        extra = jax.eval_shape(lambda batch: ends.extra(batch, 0), constants.batch)
-        ranges = self._ranges(message, extra)
+        message = (*constants.batch["tokens"].shape[1:], self.parts.cfg.width)
+        extra = jax.eval_shape(lambda batch: positions_and_segments(batch, 0), constants.batch)
+        ranges = self._units.ranges(message, extra)
         stack = lambda unit: LayerStack(
             ranges,
             self.placement,
             unit,
             lax.axis_index(STAGE),
             self.zero,
-            self._reductions.layers[str(unit)],
+            reductions.layers[str(unit)],
             self._extra_of_layer if self.parts.cfg.nope_layers else None,
         )
-        tick: Callable[[TickState, TickColumns], TickState]
         if self._ticks is None:
             one = Accumulate(ends, stack(0), constants)
-            tick = one.add_loss if state.gradients.head is None else one.add_gradients
-        else:
-            stacks = [stack(unit) for unit in range(self.placement.units_per_stage)]
-            tick = Tick(ends, stacks, self._ticks, constants, updates)
-            state = self._with_buffers(state, self._ticks, ranges, message)
-        ticks = jax.tree.map(lambda column: column[:, 0], columns)
-        # XLA's TPU compiler makes two programs of a scan of one tick: the forward ran twice.
-        if len(jax.tree.leaves(ticks)[0]) == 1:
-            return tick(state, jax.tree.map(lambda column: column[0], ticks))
-        return lax.scan(lambda state, columns: (tick(state, columns), None), state, ticks)[0]
+            return (one.add_loss if state.gradients.head is None else one.add_gradients), state
+        stacks = [stack(unit) for unit in range(self.placement.units_per_stage)]
+        # Permutes send buffers that nobody has filled: of zeros, whatever reads them stays finite.
+        # Slots are read only after they were filled, so nothing fills pools.
+        buffers = {
+            name: constrain(jnp.zeros(message, self.compute), SPLIT)
+            for name in buffer_names(self._ticks)
+        }
+        pools = jax.tree.map(empty, self._units.pools(ranges, message))
+        state = dataclasses.replace(state, pools=pools, buffers=buffers)
+        return Tick(ends, stacks, self._ticks, constants, updates), state
 
     def _extra_of_layer(self, extra, layer):
         """A layer's positions and segments; `layer` counts from the first after the dense ones."""
@@ -508,108 +435,22 @@ class Runtime:
         cfg = self.parts.cfg
         return layer_positions(cfg, cfg.dense_layers + layer, positions), segments
 
-    def _ranges(self, message: tuple[int, ...], extra) -> list[LayerRange]:
-        """The layers of a unit by what they save, for activations of this shape [B, T, D] on a
-        device: the recomputed ones, which are the lowest, and those that save everything."""
-        mode, most = self.remat.mode, max(self.placement.sizes)
-        recomputed = self.remat.recomputed(most)
-        if not recomputed:
-            return [LayerRange(self._split("none", message, extra))]
-        lowest = LayerRange(
-            self._split(mode, message, extra),
-            recomputed=mode == "full",
-            layer_input="layer_input" * self._saves_inputs,
-        )
-        if recomputed == most:
-            return [lowest]
-        rest = LayerRange(self._split("none", message, extra), recomputed, None, False, *SAVED)
-        return [dataclasses.replace(lowest, end=recomputed), rest]
 
-    @property
-    def _saves_inputs(self) -> bool:
-        return self.slotted is not None and self.slotted.table.saves_inputs
+def _normalized(
+    weights: jax.Array, target: float, steps: int, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (the weights of a table of `steps` steps, scaled so that they sum to `target` over
+    the global batch of each step, their sum before: a scalar, or [steps] if there are several).
 
-    def _split(self, mode: str, message: tuple[int, ...], extra) -> LayerSplit | RecomputedLayer:
-        """One layer cut into ops as this mode of remat says, for activations of this shape [B, T,
-        D] on a device."""
-        layer = RuntimeLayer(self.parts, self.compute, self.fp8)
-        if mode == "full" and self._ticks is None:
-            x = jax.ShapeDtypeStruct(message, self.compute)
-            return RecomputedLayer(layer, layer.specs, x, bool(self._input_on_host))
-        hosted = host_rule(mode, self.save, self.offload_activations)
-        return layer.split(message, extra, keep_rule(mode, self.save), hosted)
-
-    # ------------------------------------------------------------------ before the first tick
-
-    def _zero_sum(
-        self, zero: Zero, spec: Spec, reduction: Reduction, parameter: jax.Array | Quantized
-    ) -> jax.Array:
-        """Zeros in the shape of a parameter's gradient sum. parameter: as the ops receive it."""
-        sizes, shape = self.mesh.shape, parameter.shape
-        if zero.gathers_in_ops:
-            shape = unsharded_shape(shape, reduction, sizes)
-        if zero.reduces_in_ops:
-            shape = shard_shape(shape, reduction, sizes)
-        axes = (*(None for _ in shape[len(spec.axes) :]), *spec.axes)
-        return constrain(jnp.zeros(shape, jnp.float32), axes)
-
-    def _zero_shards(self, sums: ModelTree) -> ModelTree:
-        """Zeros in the shapes of `TickState.reduced`."""
-        if not self.zero.reduces_in_last:
-            return ModelTree()
-
-        def zeros(spec: Spec, reduction: Reduction, a: jax.Array) -> jax.Array:
-            shape = shard_shape(a.shape, reduction, self.mesh.shape)
-            return constrain(jnp.zeros(shape, jnp.float32), (None, *spec.axes))
-
-        specs, reductions = self._specs.layers, self._reductions.layers
-        return ModelTree(layers=jax.tree.map(zeros, specs, reductions, sums.layers))
-
-    def _with_buffers(
-        self,
-        state: TickState,
-        ticks: TickTable,
-        ranges: list[LayerRange],
-        message: tuple[int, ...],
-    ) -> TickState:
-        """The state with the pools and the message buffers that the table uses."""
-        slots = {pool: max(1, count) for pool, count in ticks.slotted.pool_sizes.items()}
-
-        def messages(name: str, layers: int = 1) -> jax.Array:
-            shape, on_host = (slots[name] * layers, *message), name == self._input_on_host
-            pool = host_memory.empty_pool(shape, self.compute, on_host)
-            return pool if on_host else constrain(pool, (None, *SPLIT))
-
-        def pool(name: str, layers: LayerRange, shapes, on_host=()) -> list[jax.Array]:
-            return empty_pool(slots[name], layers.most(self.placement.sizes), shapes, on_host)
-
-        activation = messages("activation")
-        names = {*ticks.result_buffers.values(), *ticks.permutes}
-        names |= {ARRIVED[way] for way in ticks.permutes}
-        # permutes send buffers that nobody has filled: of zeros, whatever reads them stays finite
-        buffers = {
-            name: constrain(jnp.zeros(message, self.compute), SPLIT) for name in sorted(names)
-        }
-        if ticks.slotted.table.forward_only:
-            return dataclasses.replace(state, pools=Pools(activation), buffers=buffers)
-        # What B has gathered for W stays replicated: the partitioner may split it, and W would
-        # gather it again.
-        replicated = lambda a, gathered: constrain(a, (None,) * a.ndim) if gathered else a
-        pools = Pools(activation, messages("gradient"))
-        for part in ranges:
-            if part.layer_input:
-                layers = part.most(self.placement.sizes)
-                inputs = [messages(part.layer_input, layers)]
-                pools = dataclasses.replace(pools, layer_input=inputs)
-            split, residuals, hosted = part.split, part.split.residuals, part.split.on_host
-            stash = pool(part.weight_stash, part, split.weight_stash)
-            of_range = {
-                part.residual_b: pool(part.residual_b, part, residuals.for_b, hosted.for_b),
-                part.residual_w: pool(part.residual_w, part, residuals.for_w, hosted.for_w),
-                part.weight_stash: list(map(replicated, stash, split.gathered)),
-            }
-            pools = dataclasses.replace(pools, **of_range)
-        return dataclasses.replace(state, pools=pools, buffers=buffers)
+    axes: of the mesh, over which the batch is split
+    """
+    if steps == 1:
+        total = psum(weights.astype(jnp.float32).sum(), axes)
+        return weights * (target / jnp.maximum(total, 1)), total
+    of_steps = weights.reshape(steps, -1, *weights.shape[1:])
+    total = psum(of_steps.astype(jnp.float32).sum((1, 2, 3)), axes)
+    scale = target / jnp.maximum(total, 1)
+    return (of_steps * scale[:, None, None, None]).reshape(weights.shape), total
 
 
 def _of_one_replica(body: Callable) -> Callable:

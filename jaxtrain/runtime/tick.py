@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxtrain.devices.host_memory import read_at, write_at
 from jaxtrain.devices.mesh import STAGE, on_tpu
-from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, positions_and_segments
 from jaxtrain.runtime.layer_stack import Forward, LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged, only
 from jaxtrain.runtime.updates import Updates
@@ -93,7 +93,7 @@ class Accumulate:
     def add_loss(self, state: TickState, columns: TickColumns) -> TickState:
         """The state with the microbatch's loss."""
         constants, microbatch = self._constants(columns)
-        extra = self.embedding_and_head.extra(constants.batch, microbatch)
+        extra = positions_and_segments(constants.batch, microbatch)
         with jax.named_scope(EMBED):
             x = self.embedding_and_head.embed(constants, microbatch)
         with jax.named_scope(cell_op("F", 0)):
@@ -106,7 +106,10 @@ class Accumulate:
         """The state with the microbatch's losses and gradients."""
         stack, ends = self.stack, self.embedding_and_head
         constants, microbatch = self._constants(columns)
-        params, extra = constants.params.layers[stack.unit], ends.extra(constants.batch, microbatch)
+        params, extra = (
+            constants.params.layers[stack.unit],
+            positions_and_segments(constants.batch, microbatch),
+        )
         with jax.named_scope(EMBED):
             x = ends.embed(constants, microbatch)
         with jax.named_scope(cell_op("F", 0)):
@@ -399,7 +402,7 @@ class Tick:
         return jnp.where(self._stage == stage, result.astype(before.dtype), before)
 
     def _extra(self, constants: Constants, columns: TickColumns):
-        return self.embedding_and_head.extra(constants.batch, columns.microbatch)
+        return positions_and_segments(constants.batch, columns.microbatch)
 
     def _embed(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
         slot, pool = columns.slots.embed_activation, state.pools.activation
@@ -486,7 +489,7 @@ class Tick:
         columns: TickColumns,
     ) -> TickState:
         """The state after F (or K) of a unit and B of one, of two microbatches."""
-        extra = functools.partial(self.embedding_and_head.extra, constants.batch)
+        extra = functools.partial(positions_and_segments, constants.batch)
         forward = Forward(
             op,
             constants.params.layers[stack.unit],
@@ -550,7 +553,7 @@ def _with_losses(several: TickState, state: TickState, step: jax.Array) -> TickS
 def _unless_wrong(columns: TickColumns, state: TickState) -> TickColumns:
     """The columns of a tick without ops, permutes among them, if a step was wrong: what they would
     compute is not used."""
-    goes_on = 1 - state.checks.wrong.astype(jnp.int32)
+    goes_on = 1 - state.checks.rejected.astype(jnp.int32)
     runs = {op: column * goes_on for op, column in columns.runs.items()}
     return dataclasses.replace(columns, runs=runs, busy=columns.busy * goes_on)
 

@@ -1,9 +1,18 @@
-"""The records of the runtime's scan: the state that a tick changes, and the constants that it
+"""The records of the runtime's scan: `TickState`, which a tick changes, and `Constants`, which it
 reads.
 
-An op gets a part of both. A mask describes it: a record of the same type with True for each field
-that the op uses. `only` returns the part, in which all other fields are None (or missing from a
-dict); `merged` puts it back after the op has changed it.
+An op gets only the fields of both that it uses. A mask names them: a record of the same type with
+True for each of these fields. `only` selects the fields by the mask, and `merged` puts them back
+after the op has changed them:
+
+    state                 TickState(loss=0.0, pools=Pools(activation=x, gradient=g))
+    mask                  TickState(pools=Pools(gradient=True))
+    only(state, mask)     TickState(pools=Pools(gradient=g))               what the op gets
+    the op returns        TickState(pools=Pools(gradient=h))
+    merged(state, that)   TickState(loss=0.0, pools=Pools(activation=x, gradient=h))
+
+So the loop around an op (tick.py) carries these fields alone, and an op that used another one would
+find None there.
 """
 
 import dataclasses
@@ -12,28 +21,34 @@ from typing import Any, NamedTuple
 import jax
 
 Tree = dict[str, Any]
-# None in the place of any value: there is none, or the op does not use it. True: it is in a mask.
-Array = Any  # a jax.Array
-Part = Any  # a Tree of arrays
+# A field of these records: a jax.Array or a tree of them; None where the program has none or the op
+# does not use it; True in a mask.
+Maskable = Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelTree:
-    """Parameters, or something for each of them, by part of the model.
+    """One value for each parameter of the model: the parameter, its gradient sum, its sharding, …
 
     embed, head: as in `ModelParts.specs`
-    first, predictors: number → part; None where the model has none
-    layers: local unit → part, whose arrays are stacks [stack_size, ...] of its layers on a stage
+    first: the dense layers before the first unit, by number; predictors: the modules of multi-token
+        prediction, by number; None where the model has none
+    layers: local unit → one tree, whose arrays are stacks [stack_size, ...] of the unit's layers on
+        a stage
 
     Numbers are the keys of the stored parameters: "0", "1", …
     """
 
-    embed: Part = None
-    first: Part = None
-    head: Part = None
-    layers: Part = None
-    predictors: Part = None
+    embed: Maskable = None
+    first: Maskable = None
+    head: Maskable = None
+    layers: Maskable = None
+    predictors: Maskable = None
+
+    def present(self) -> Tree:
+        """The parts of the model that have a value, as a dict by name."""
+        return {name: tree for name, tree in vars(self).items() if tree is not None}
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +63,7 @@ class Constants:
     """
 
     params: ModelTree = ModelTree()
-    batch: Part = None
+    batch: Maskable = None
 
 
 @jax.tree_util.register_dataclass
@@ -65,24 +80,24 @@ class Pools:
         do not
     """
 
-    activation: Array = None
-    gradient: Array = None
-    layer_input: Part = None
-    residual_b: Part = None
-    residual_w: Part = None
-    weight_stash: Part = None
-    saved_b: Part = None
-    saved_w: Part = None
-    saved_stash: Part = None
+    activation: Maskable = None
+    gradient: Maskable = None
+    layer_input: Maskable = None
+    residual_b: Maskable = None
+    residual_w: Maskable = None
+    weight_stash: Maskable = None
+    saved_b: Maskable = None
+    saved_w: Maskable = None
+    saved_stash: Maskable = None
 
 
-class PartState(NamedTuple):
-    """What updates change of a part of the model, the layers or embedding and head, where a table
-    has several steps: this device's shards, laid out as `Reduction.storage`.
+class GroupState(NamedTuple):
+    """The arrays that the updates of one group of parameters change, where a table has several
+    steps (updates.py has the two groups): this device's shards, laid out as `Reduction.storage`.
 
     values: the parameters in float32
     optimizer: the optimizer's state for them
-    before: values and optimizer before the last update
+    before: values and optimizer before the last update, for a step that is not accepted
     squares: for each parameter float32 [2, steps, devices of `model`], the sums of the squares of
         this device's gradients and updated values
     """
@@ -94,19 +109,19 @@ class PartState(NamedTuple):
 
 
 class Checks(NamedTuple):
-    """What all devices know of the steps of a table of several ones.
+    """The results of the checked steps of a table of several steps, the same on all devices.
 
-    loss, mtp_loss: float32 [steps], as of TickState, but those of all devices; of the checked steps
-    norms: float32 [2, steps], of their gradients and updated parameters
-    right: int32, the checked steps up to the first wrong one: one to be clipped or skipped
-    wrong: a step was. The ticks after that have no ops
+    loss, mtp_loss: float32 [steps], summed over all devices
+    norms: float32 [2, steps], of the gradients and of the updated parameters
+    accepted_steps: int32, the steps before the first one that was to be clipped or skipped
+    rejected: bool, True after such a step; the ticks after it run no op
     """
 
-    loss: Array
-    mtp_loss: Array
-    norms: Array
-    right: Array
-    wrong: Array
+    loss: jax.Array
+    mtp_loss: Maskable
+    norms: jax.Array
+    accepted_steps: jax.Array
+    rejected: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -114,34 +129,35 @@ class Checks(NamedTuple):
 class TickState:
     """The state that the scan over the ticks carries, on each device.
 
-    loss, mtp_loss: float32, the sums so far: of the next tokens, and of those beyond; scalars, or
-        [steps] where a table has several steps
+    loss, mtp_loss: float32, the sums so far of the losses of the next tokens, and of those beyond;
+        scalars, or [steps] where a table has several steps
     gradients: float32 sums, of one step
-    reduced: the layers' sums over `data`, this device's shards, where the last W makes them
+    reduced: this device's shards of the layers' sums over `data`, where the last W computes them
     buffers: name (schedule/columns.py) → one message [B, T, D]: `up` and `down` leave to the next
         and to the previous stage, `result` does neither; `up_arrived` and `down_arrived` came with
         the last permute
     params: in the compute type, where a table has several steps; otherwise they are constants
-    layers, ends, checks: of the updates in such a table
+    layers, ends, checks: the state of the updates in such a table
 
     Evaluation has neither gradients nor pools of a backward, one stage neither pools nor buffers,
     and a table only the buffers that it uses.
     """
 
-    loss: Array = None
-    mtp_loss: Array = None
+    loss: Maskable = None
+    mtp_loss: Maskable = None
     gradients: ModelTree = ModelTree()
     reduced: ModelTree = ModelTree()
     pools: Pools = Pools()
-    buffers: dict[str, Array] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, Maskable] = dataclasses.field(default_factory=dict)
     params: ModelTree = ModelTree()
-    layers: PartState | Array = None
-    ends: PartState | Array = None
-    checks: Checks | Array = None
+    layers: GroupState | Maskable = None
+    ends: GroupState | Maskable = None
+    checks: Checks | Maskable = None
 
 
 def only(tree, mask):
-    """The part of the tree that has True in the mask."""
+    """The values of the tree that have True in the mask; None in place of all others, and no key in
+    dicts."""
     if dataclasses.is_dataclass(mask):
         return type(mask)(**{name: only(getattr(tree, name), m) for name, m in vars(mask).items()})
     if isinstance(mask, dict):
@@ -149,11 +165,28 @@ def only(tree, mask):
     return tree if mask else None
 
 
-def merged(tree, part):
-    """The tree with the values of `part`; those that are None or missing in `part` stay."""
-    if dataclasses.is_dataclass(part):
-        values = {name: merged(getattr(tree, name), new) for name, new in vars(part).items()}
-        return type(part)(**values)
-    if isinstance(part, dict) and isinstance(tree, dict):
-        return {**tree, **{key: merged(tree.get(key), new) for key, new in part.items()}}
-    return tree if part is None else part
+def merged(tree, changes):
+    """The tree with the values of `changes`; where these are None or missing, the tree's stay."""
+    if dataclasses.is_dataclass(changes):
+        values = {name: merged(getattr(tree, name), new) for name, new in vars(changes).items()}
+        return type(changes)(**values)
+    if isinstance(changes, dict) and isinstance(tree, dict):
+        return {**tree, **{key: merged(tree.get(key), new) for key, new in changes.items()}}
+    return tree if changes is None else changes
+
+
+def stage_dropped(tree: Tree) -> Tree:
+    """A device's parameters by part of the model, without the dimension of stages, which leads the
+    stacks of layers and is 1 on a device: [1, stack_size, ...] → [stack_size, ...]."""
+    return {
+        name: jax.tree.map(lambda a: a[0], arrays) if name == "layers" else arrays
+        for name, arrays in tree.items()
+    }
+
+
+def stage_added(tree: Tree) -> Tree:
+    """The reverse of `stage_dropped`."""
+    return {
+        name: jax.tree.map(lambda a: a[None], arrays) if name == "layers" else arrays
+        for name, arrays in tree.items()
+    }

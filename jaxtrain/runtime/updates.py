@@ -1,18 +1,26 @@
-"""The optimizer's update as an op of a tick, where a table has several steps
+"""The optimizer's updates as ops of a tick, where a table has several steps
 (schedule/repeated_table.py).
 
-Two ops update parameters: `update_layers` a stage's layers, as soon as its last W of the step is
-done, and `update_ends` embedding and head, on all stages in one tick. They reduce the gradients
-over the devices that have the same parameters, as zero.py does after the last tick of a table of
-one step, and gather the updated shards. No device knows the norm of all gradients at this time, so
-an update is neither clipped nor skipped. `check` follows the last update of a step, on all stages
-in one tick: it adds up the norm. If the step was to be clipped or skipped, the table ends there,
-with the values and the state from before this step, which each update keeps until the next one. No
-stage has made an update of the next step by then, since a microbatch goes through all stages first.
+The parameters are in two groups, each with an op that updates it: `layers`, the stage's stacks, and
+`ends`, which is all others: embedding, head, the first dense layers, prediction modules. Begin with
+`GroupUpdate.run`, one update, and `Updates.check`, the end of a step:
+
+    update_layers   on one stage, after its last W of the step   ┐ reduces the group's gradients,
+    update_ends     on all stages in one tick                    ┘ updates, gathers the new shards
+    check_step      on all stages in one tick, after the step's last update: loss and norm
+
+Updates come before the norm of all gradients is known, so they neither clip nor skip. If `check`
+then finds that the step was to be clipped or skipped, the step is not accepted: no later tick runs
+an op, and `end` returns the values and the state from before this step, which each update keeps
+until the next one. No stage has made an update of the next step by then, since a microbatch goes
+through all stages first.
+
+Gradients are reduced over the devices that have the same parameters, as zero.py does after the last
+tick of a table of one step.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,30 +38,39 @@ from jaxtrain.parallel.zero import (
     reduce,
     stored_squares,
 )
-from jaxtrain.runtime.tick_state import Checks, ModelTree, PartState, TickState, Tree
+from jaxtrain.runtime.state_plan import ParameterPlan
+from jaxtrain.runtime.tick_state import (
+    Checks,
+    GroupState,
+    ModelTree,
+    TickState,
+    Tree,
+    stage_added,
+    stage_dropped,
+)
 
-# (gradients, the optimizer's state, values) → (updated values, state), of one part of the
+# (gradients, the optimizer's state, values) → (updated values, state), of one group of the
 # parameters, in float32
-Rule = Callable[[Tree, Any, Tree], tuple[Tree, Any]]
+UpdateRule = Callable[[Tree, Any, Tree], tuple[Tree, Any]]
 
 
 class UpdateRules(NamedTuple):
     """The updates of the layers' parameters, {"layers": …}, and of all others.
 
-    right: (loss, gradient norm) → bool, True if the step is neither to be clipped nor to be skipped
+    accepts: (loss, gradient norm) → bool, False if the step is to be clipped or skipped
     """
 
-    layers: Rule
-    ends: Rule
-    right: Callable[[jax.Array, jax.Array], jax.Array]
+    layers: UpdateRule
+    ends: UpdateRule
+    accepts: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PartsState:
-    """What an update changes, laid out as `Reduction.storage`.
+class ValuesAndOptimizer:
+    """The arrays that updates change, laid out as `Reduction.storage`.
 
-    values: the parameters in float32, a dict by name
+    values: all parameters in float32, a dict by name
     layers, ends: the optimizer's state for the layers' parameters and for all others
     """
 
@@ -62,151 +79,130 @@ class PartsState:
     ends: Any
 
 
-def parts_specs(parts: PartsState, reductions: Tree) -> PartsState:
-    """The manual axes' part of the specs of a PartsState. The optimizer's state has arrays like the
-    parameters, and scalars."""
+def values_specs(state: ValuesAndOptimizer, reductions: Tree) -> ValuesAndOptimizer:
+    """The specs of `state` over the manual axes. The optimizer's state has trees of arrays like the
+    parameters, which are sharded as these, and scalars, which are replicated."""
     stored = jax.tree.map(
         lambda r: restricted(r.storage, MANUAL_AXES),
         reductions,
         is_leaf=lambda r: isinstance(r, Reduction),
     )
 
-    def of_state(state: Any, specs: Tree) -> Any:
-        tree: Any = jax.tree.structure(specs)
-        follows = lambda part: jax.tree.structure(part) == tree
-        return jax.tree.map(lambda part: specs if follows(part) else P(), state, is_leaf=follows)
+    def of_optimizer(optimizer: Any, specs: Tree) -> Any:
+        outline: Any = jax.tree.structure(specs)
+        follows = lambda tree: jax.tree.structure(tree) == outline
+        return jax.tree.map(lambda a: specs if follows(a) else P(), optimizer, is_leaf=follows)
 
-    return PartsState(
-        stored, of_state(parts.layers, _layers(stored)), of_state(parts.ends, _ends(stored))
+    layers, ends = _groups(stored)
+    return ValuesAndOptimizer(
+        stored, of_optimizer(state.layers, layers), of_optimizer(state.ends, ends)
     )
 
 
-def _layers(tree: Mapping) -> dict:
-    return {"layers": tree["layers"]}
-
-
-def _ends(tree: Mapping) -> dict:
-    return {name: part for name, part in tree.items() if name != "layers"}
+def _groups(tree: Tree) -> tuple[Tree, Tree]:
+    """Returns (the layers', all others') values of a dict by the parameters' first names."""
+    ends = {name: values for name, values in tree.items() if name != "layers"}
+    return {"layers": tree["layers"]}, ends
 
 
 @dataclasses.dataclass(frozen=True)
-class PartUpdate:
-    """The update of one part of the parameters.
+class GroupUpdate:
+    """The update of one group of the parameters.
 
-    names: of its trees in `ModelTree`
-    part: the field of `TickState` with its PartState
-    specs, reductions: by name
-    dtype: of gradients in collectives
-    as_used: (spec, reduction, values) → the parameter in the form that ops read
+    field: of `TickState`, with the group's GroupState: "layers" or "ends"
+    names: the group's fields of `ModelTree`
     """
 
-    names: tuple[str, ...]
-    part: str
-    rule: Rule
-    specs: Tree
-    reductions: Tree
-    dtype: jnp.dtype
-    as_used: Callable[..., Any]
+    field: str
+    names: Sequence[str]
+    rule: UpdateRule
+    parameters: ParameterPlan
 
     def run(self, state: TickState, step: jax.Array) -> TickState:
-        """The state after the update, with gradient sums of zero."""
-        part: PartState = getattr(state, self.part)
-        sums = {name: getattr(state.gradients, name) for name in self.names}
-        gradients = jax.tree.map(
-            lambda r, g: reduce(g, r, self.dtype), self.reductions, self._led(sums)
+        """The state after the update, with gradient sums of zero for the next step."""
+        group: GroupState = getattr(state, self.field)
+        specs, reductions, sums = (
+            {name: getattr(tree, name) for name in self.names}
+            for tree in (self.parameters.specs, self.parameters.reductions, state.gradients)
         )
-        values, optimizer = self.rule(gradients, part.optimizer, part.values)
+        dtype = self.parameters.zero.dtype
+        # The optimizer's state has the stages' dimension, so gradients and values get it, too.
+        gradients = jax.tree.map(lambda r, g: reduce(g, r, dtype), reductions, stage_added(sums))
+        values, optimizer = self.rule(gradients, group.optimizer, group.values)
         squares = jax.tree.map(
-            lambda r, before, *arrays: self._with_squares(before, r, arrays, step),
-            self.reductions,
-            part.squares,
+            lambda r, before, *arrays: _with_squares(before, r, arrays, step),
+            reductions,
+            group.squares,
             gradients,
             values,
         )
-        params = jax.tree.map(self._gathered, self.specs, self.reductions, values, is_leaf=is_spec)
-        zeros = jax.tree.map(jnp.zeros_like, sums)
+        params = jax.tree.map(self._gathered, specs, reductions, values, is_leaf=is_spec)
+        # `before` keeps the values of one step only: the check of this step comes before the next
+        # update of any group.
+        before = group.values, group.optimizer
+        changed: dict[str, Any] = {self.field: GroupState(values, optimizer, before, squares)}
         return dataclasses.replace(
             state,
-            gradients=ModelTree(**zeros),
-            params=ModelTree(**self._unled(params)),
-            **self._as_field(PartState(values, optimizer, (part.values, part.optimizer), squares)),
+            gradients=ModelTree(**jax.tree.map(jnp.zeros_like, sums)),
+            params=ModelTree(**stage_dropped(params)),
+            **changed,
         )
 
-    def _as_field(self, part: PartState) -> dict[str, Any]:
-        return {self.part: part}
-
     def _gathered(self, spec, reduction: Reduction, values: jax.Array):
-        return gather_stored(self.as_used(spec, reduction, values), reduction)
+        """A parameter as the next step's ops read it. It is cast before it is gathered, so that the
+        collective has the bytes of the compute type."""
+        used: Any = self.parameters.as_used(self.parameters.zero, spec, reduction, values)
+        return gather_stored(used, reduction)
 
-    def _with_squares(
-        self, squares: jax.Array, reduction: Reduction, arrays, step: jax.Array
-    ) -> jax.Array:
-        new = jnp.stack([stored_squares(a, reduction) for a in arrays])[:, None]
-        return lax.dynamic_update_slice_in_dim(squares, new, step, 1)
 
-    def _led(self, tree: Tree) -> Tree:
-        """The tree with the dimension of the stages, of one, in front of stacks."""
-        return {
-            name: jax.tree.map(lambda a: a[None], part) if name == "layers" else part
-            for name, part in tree.items()
-        }
-
-    def _unled(self, tree: Tree) -> Tree:
-        return {
-            name: jax.tree.map(lambda a: a[0], part) if name == "layers" else part
-            for name, part in tree.items()
-        }
+def _with_squares(squares: jax.Array, reduction: Reduction, arrays, step: jax.Array) -> jax.Array:
+    """The sums of squares of all steps, with those of one step's gradient and updated value."""
+    new = jnp.stack([stored_squares(a, reduction) for a in arrays])[:, None]
+    return lax.dynamic_update_slice_in_dim(squares, new, step, 1)
 
 
 class Updates:
-    """The updates of both parts in the manual region.
+    """The updates of both groups, and the checks of steps.
 
-    specs, reductions: of all parameters
-    model: the number of devices of `model`
     sum_losses: adds up the losses of all devices
+    model_devices: the size of the mesh's axis `model`
     """
 
     def __init__(
         self,
         rules: UpdateRules,
-        model: int,
+        parameters: ParameterPlan,
         sum_losses: Callable[[jax.Array], jax.Array],
-        specs: ModelTree,
-        reductions: ModelTree,
-        dtype: jnp.dtype,
-        as_used: Callable[..., Any],
+        model_devices: int,
     ):
-        def part(names: Sequence[str], field: str, rule: Rule) -> PartUpdate:
-            of_part = lambda tree: {name: getattr(tree, name) for name in names}
-            return PartUpdate(
-                tuple(names), field, rule, of_part(specs), of_part(reductions), dtype, as_used
-            )
-
-        self.model, self._sum_losses, self._right = model, sum_losses, rules.right
-        present = [name for name, tree in vars(specs).items() if tree is not None]
-        ends = [name for name in present if name != "layers"]
-        self.layers = part(["layers"], "layers", rules.layers)
-        self.ends = part(ends, "ends", rules.ends)
+        self._accepts, self._sum_losses = rules.accepts, sum_losses
+        self._model_devices = model_devices
+        layers, ends = map(tuple, _groups(parameters.specs.present()))
+        self.layers = GroupUpdate("layers", layers, rules.layers, parameters)
+        self.ends = GroupUpdate("ends", ends, rules.ends, parameters)
 
     def begin(
-        self, parts: PartsState, loss: jax.Array, mtp_loss: jax.Array | None
-    ) -> tuple[PartState, PartState, Checks]:
+        self, state: ValuesAndOptimizer, loss: jax.Array, mtp_loss: jax.Array | None
+    ) -> tuple[GroupState, GroupState, Checks]:
         """The states of layers, ends and checks before the first tick. loss, mtp_loss: [steps],
         0"""
         steps = loss.shape[0]
 
-        def state(values: Tree, optimizer: Any) -> PartState:
-            squares = jax.tree.map(lambda _: jnp.zeros((2, steps, self.model)), values)
-            return PartState(values, optimizer, (values, optimizer), squares)
+        def group(values: Tree, optimizer: Any) -> GroupState:
+            # The partitioner splits arrays over `model`: each of its devices has squares of its
+            # own, which `check` adds up.
+            squares = jax.tree.map(lambda _: jnp.zeros((2, steps, self._model_devices)), values)
+            return GroupState(values, optimizer, (values, optimizer), squares)
 
+        layers, ends = _groups(state.values)
         return (
-            state(_layers(parts.values), parts.layers),
-            state(_ends(parts.values), parts.ends),
+            group(layers, state.layers),
+            group(ends, state.ends),
             Checks(loss, mtp_loss, jnp.zeros((2, steps)), jnp.int32(0), jnp.array(False)),
         )
 
     def check(self, state: TickState, step: jax.Array) -> TickState:
-        """The state after the check of a step whose updates are made on all stages."""
+        """The state after the check of a step, whose updates have run on all stages."""
         squares = jax.tree.leaves({**state.layers.squares, **state.ends.squares})
         of_step = [lax.dynamic_index_in_dim(a, step, 1, keepdims=False) for a in squares]
         norms = norms_of(of_step)
@@ -214,7 +210,9 @@ class Updates:
             lambda a: self._sum_losses(lax.dynamic_index_in_dim(a, step, keepdims=False)),
             (state.loss, state.mtp_loss),
         )
-        right = self._right(losses[0], norms[0])
+        # The loss and the norm are sums over all devices, so all accept the same steps, and no
+        # device waits for one that has ended the table.
+        accepted = self._accepts(losses[0], norms[0])
         loss, mtp_loss = jax.tree.map(
             lambda of_steps, a: lax.dynamic_update_index_in_dim(of_steps, a, step, 0),
             (state.checks.loss, state.checks.mtp_loss),
@@ -224,21 +222,22 @@ class Updates:
             loss,
             mtp_loss,
             lax.dynamic_update_index_in_dim(state.checks.norms, norms, step, 1),
-            state.checks.right + right.astype(jnp.int32),
-            ~right,
+            state.checks.accepted_steps + accepted.astype(jnp.int32),
+            ~accepted,
         )
         return dataclasses.replace(state, checks=checks)
 
-    def end(self, state: TickState) -> PartsState:
-        """What the updates have changed, after the last tick: those of the right steps."""
+    def end(self, state: TickState) -> ValuesAndOptimizer:
+        """The values and the optimizer's state after the accepted steps, from the state after the
+        last tick."""
 
-        def right(part: PartState) -> tuple[Tree, Any]:
+        def accepted(group: GroupState) -> tuple[Tree, Any]:
             return jax.tree.map(
-                lambda before, after: jnp.where(state.checks.wrong, before, after),
-                part.before,
-                (part.values, part.optimizer),
+                lambda before, after: jnp.where(state.checks.rejected, before, after),
+                group.before,
+                (group.values, group.optimizer),
             )
 
-        layers, of_layers = right(state.layers)
-        ends, of_ends = right(state.ends)
-        return PartsState({**layers, **ends}, of_layers, of_ends)
+        layers, optimizer_of_layers = accepted(state.layers)
+        ends, optimizer_of_ends = accepted(state.ends)
+        return ValuesAndOptimizer({**layers, **ends}, optimizer_of_layers, optimizer_of_ends)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup
@@ -161,12 +161,12 @@ def random_batch(step: Step, vocab_size: int) -> dict[str, jax.Array]:
     return {name: filled(name, a) for name, a in step.abstract_batch.items()}
 
 
-def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
+def measured_times(config: ResolvedConfig, setup: Setup) -> tuple[float, ...]:
     """F, B, W, message, R, head and, where the table or the model has them, FB and the embedding
     in milliseconds, as `pipeline.times` takes them, measured by process 0; () where F, B or W takes
     no measurable time. The optimizer's update is no op of the program that is timed.
 
-    config: resolved, of a mesh with several stages. Every process of a run must call this.
+    config: of a mesh with several stages. Every process of a run must call this.
     """
     cluster.log("measuring op times")
     mesh = make_mesh(sizes_of(config.mesh))
@@ -189,8 +189,8 @@ def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
     return tuple(cluster.from_main(lambda: known, OpTimesError))
 
 
-def planned_times(config: Config) -> tuple[float, ...]:
-    """The planner's times of a resolved config for `train.hardware` or the devices at hand, which
+def planned_times(config: ResolvedConfig) -> tuple[float, ...]:
+    """The planner's times of a config for `train.hardware` or the devices at hand, which
     a line names; () where their hardware is not known or has no peak for `precision.compute`.
     Raises HardwareError."""
     hardware = hardware_at_hand(config.train.hardware, jax.devices()[0].device_kind)
@@ -201,9 +201,9 @@ def planned_times(config: Config) -> tuple[float, ...]:
     return times
 
 
-def known_times(config: Config, folder: pathlib.Path | None) -> tuple[float, ...] | None:
-    """The op times of a resolved config: its own, or those stored in the run's folder, or planned
-    ones. Empty if its tables are made without; None if they have to be measured.
+def known_times(config: ResolvedConfig, folder: pathlib.Path | None) -> tuple[float, ...] | None:
+    """The op times of a config: its own, or those stored in the run's folder, or planned ones.
+    Empty if its tables are made without; None if they have to be measured.
 
     folder: None if nothing is read, as in a dry run
 

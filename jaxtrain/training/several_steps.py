@@ -20,7 +20,7 @@ from jax.stages import Compiled
 
 from jaxtrain.models.spec import is_spec
 from jaxtrain.runtime.runtime import Runtime, StepsResults
-from jaxtrain.runtime.updates import PartsState, Rule, UpdateRules
+from jaxtrain.runtime.updates import UpdateRule, UpdateRules, ValuesAndOptimizer
 from jaxtrain.training.one_step import OneStep, StepMetrics, step_metrics
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.update.optimizer import parts_of, updates_made
@@ -48,28 +48,28 @@ class StepsTogether:
         # The table updates each data shard's part of the parameters, as the update of one step does
         # it; ops read the gathered ones.
         values = jax.tree.map(lax.with_sharding_constraint, state.params, layout.scattered)
-        parts = PartsState(
+        held = ValuesAndOptimizer(
             values,
             self._part(state.optimizer, "layers"),
             self._part(state.optimizer, *self._ends),
         )
-        results = self.runtime.several_steps(state.params, parts, batch, self._rules)
+        results = self.runtime.several_steps(state.params, held, batch, self._rules)
         after = dataclasses.replace(
             state,
-            params=layout.as_held(results.parts.values),
-            optimizer=self._joined(results.parts),
-            step=state.step + results.right,
+            params=layout.as_held(results.updated.values),
+            optimizer=self._joined(results.updated),
+            step=state.step + results.accepted_steps,
         )
-        return after, self._metrics(state, results), results.right
+        return after, self._metrics(state, results), results.accepted_steps
 
-    def _is_right(self, loss: jax.Array, norm: jax.Array) -> jax.Array:
+    def _accepts(self, loss: jax.Array, norm: jax.Array) -> jax.Array:
         """True for a step that is neither to be clipped nor to be skipped."""
-        right, clip_norm = jnp.array(True), self.one.optimizer.settings.clip_norm
+        accepted, clip_norm = jnp.array(True), self.one.optimizer.settings.clip_norm
         if clip_norm:
-            right &= norm < clip_norm
+            accepted &= norm < clip_norm
         if self.one.skips:
-            right &= jnp.isfinite(loss) & jnp.isfinite(norm)
-        return right
+            accepted &= jnp.isfinite(loss) & jnp.isfinite(norm)
+        return accepted
 
     def _metrics(self, before: TrainState, results: StepsResults) -> StepMetrics:
         """The metrics of `OneStep.train` for each step, where none was clipped or skipped."""
@@ -99,7 +99,7 @@ class StepsTogether:
 
     @property
     def _rules(self) -> UpdateRules:
-        def rule(*names: str) -> Rule:
+        def rule(*names: str) -> UpdateRule:
             specs = {name: self.one.layout.specs[name] for name in names}
             optimizer = self.one.optimizer.of_part(specs)
 
@@ -116,7 +116,7 @@ class StepsTogether:
 
             return update
 
-        return UpdateRules(rule("layers"), rule(*self._ends), self._is_right)
+        return UpdateRules(rule("layers"), rule(*self._ends), self._accepts)
 
     def _part(self, state: Any, *names: str) -> Any:
         """The optimizer's state for these parameters, from that for all."""
@@ -126,7 +126,7 @@ class StepsTogether:
             for part, follows in zip(parts.parts, parts.follow, strict=True)
         )
 
-    def _joined(self, updated: PartsState) -> Any:
+    def _joined(self, updated: ValuesAndOptimizer) -> Any:
         """The optimizer's state for all parameters."""
         specs = self.one.layout.specs
         layers = {"layers": specs.pop("layers")}
@@ -166,10 +166,11 @@ def train_several(together: StepsTogether) -> Train:
             return together.run(before, joined)
 
         begin = state, nothing, jnp.int32(0)
-        after, metrics, right = lax.fori_loop(0, (alone == 0).astype(jnp.int32), speculate, begin)
+        tries = (alone == 0).astype(jnp.int32)
+        after, metrics, accepted_steps = lax.fori_loop(0, tries, speculate, begin)
 
-        # The ordinary step, from the state after the last right step on. When all were right, which
-        # is the rule, this loop has no trip.
+        # The ordinary step, from the state after the last accepted step on. When all were accepted,
+        # which is the rule, this loop has no trip.
         def step_alone(i, carry):
             before, metrics = carry
             batch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
@@ -180,7 +181,7 @@ def train_several(together: StepsTogether) -> Train:
             }
 
         end = jnp.where(alone == 0, steps, alone)
-        return lax.fori_loop(right, end, step_alone, (after, metrics))
+        return lax.fori_loop(accepted_steps, end, step_alone, (after, metrics))
 
     return train
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered, Wrapped
 
-from jaxtrain.config import Config, ConfigError, DataConfig, ParallelConfig
+from jaxtrain.config import ConfigError, DataConfig, ParallelConfig, ResolvedConfig
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import host_memory
@@ -43,7 +43,8 @@ from jaxtrain.parallel import replicas
 from jaxtrain.parallel.fp8 import fp8_of
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.runtime.runtime import Runtime, SlotBytes
+from jaxtrain.runtime.runtime import Runtime
+from jaxtrain.runtime.state_plan import SlotBytes
 from jaxtrain.training.initial_values import random_keys
 from jaxtrain.training.one_step import OneStep, combine_replicas
 from jaxtrain.training.parameter_layout import ParameterLayout
@@ -181,8 +182,8 @@ class Step:
         return self.several.lower(state, (batch,) * self.steps_per_program, alone)
 
 
-def make_layout(config: Config, mesh: Mesh, setup: Setup) -> ParameterLayout:
-    """The layout of a resolved config's parameters on a mesh, which may be abstract."""
+def make_layout(config: ResolvedConfig, mesh: Mesh, setup: Setup) -> ParameterLayout:
+    """The layout of a config's parameters on a mesh, which may be abstract."""
     parallel = config.parallel
     independent = config.train.diloco_inner_steps > 0
     # Independent replicas have a loss each, of their own share of the batch.
@@ -210,8 +211,8 @@ def make_layout(config: Config, mesh: Mesh, setup: Setup) -> ParameterLayout:
     )
 
 
-def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
-    """The step of a resolved config on a mesh; nothing is compiled yet.
+def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) -> Step:
+    """The step of a config on a mesh; nothing is compiled yet.
 
     setup: the config's tables, built now if not given.
 

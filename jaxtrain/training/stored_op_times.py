@@ -14,7 +14,7 @@ import json
 import pathlib
 from collections.abc import Mapping
 
-from jaxtrain.config import Config, MeshConfig, PipelineConfig, fields, get, value_text
+from jaxtrain.config import MeshConfig, PipelineConfig, ResolvedConfig, fields, get, value_text
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import read_json, replace_text
 
@@ -55,8 +55,8 @@ def needed(mesh: MeshConfig, pipeline: PipelineConfig) -> bool:
     return mesh.stage > 1 and not pipeline.times
 
 
-def depend_on(config: Config) -> dict[str, str]:
-    """The settings on which a resolved config's times depend, as text."""
+def depend_on(config: ResolvedConfig) -> dict[str, str]:
+    """The settings on which a config's times depend, as text."""
     return {path: value_text(get(config, path)) for path in fields() if path.startswith(_OF)}
 
 

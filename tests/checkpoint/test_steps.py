@@ -34,7 +34,7 @@ SHAPES = {"params/embed/table": (13, 8), "params/layers/mlp/w": (7, 8, 16), "ste
 def meta_of(step: int) -> dict:
     tokenizer = {"kind": "bytes"}
     meta = {
-        "config": configs.to_dict(configs.Config().resolve()),
+        "config": configs.to_dict(configs.Config().to_store()),
         "step": step,
         "checksum": "12" * 32,
         "tokenizer": tokenizer,
@@ -332,8 +332,8 @@ def test_links_inside_of_a_step_are_followed(folder):
 def test_a_shape_without_bound_takes_no_memory():
     for shape, piece in (((10**15, 8), (1, 8)), ((2**40,), (2**40,))):
         values = [
-            manifest.Value("a/zarr.json", describe(shape, piece).encode()),
-            manifest.Value(f"a/c/0{'/0' * (len(shape) - 1)}", bytes(300)),
+            manifest.DatabaseValue("a/zarr.json", describe(shape, piece).encode()),
+            manifest.DatabaseValue(f"a/c/0{'/0' * (len(shape) - 1)}", bytes(300)),
         ]
         with pytest.raises(DatabaseError, match="lacks pieces of a"):
             manifest.shapes(values)

@@ -261,7 +261,7 @@ def recipe(name: str) -> Config:
 
 def parameters(config: Config) -> int:
     """Parameters of a transformer, counted by hand from its shapes."""
-    m = config.resolve().model
+    m = config.fill().model
     qkv, out, biased_mlp, biased_norm = (part in m.biases for part in ("qkv", "out", "mlp", "norm"))
     norm = m.width * (1 + biased_norm)
     attention = m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads)

@@ -15,7 +15,7 @@ from jaxtrain.config import replace
 from jaxtrain.parallel.attention import blockwise, context
 from jaxtrain.planner.programs.compiled_collectives import collectives
 from jaxtrain.planner.programs.program import Program
-from jaxtrain.runtime.runtime import Runtime
+from jaxtrain.runtime.state_plan import UnitPlan
 from jaxtrain.training.step import make_step
 
 APART = {"data.attend_across_documents": False}
@@ -210,9 +210,9 @@ def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
     """Also attention's, whose keys and values are whole while it runs, or come from every
     device."""
     how, *blocks = how.split(", ")
-    splits, make = [], Runtime._split
+    splits, make = [], UnitPlan._split
     monkeypatch.setattr(
-        Runtime, "_split", lambda self, *shapes: splits.append(make(self, *shapes)) or splits[-1]
+        UnitPlan, "_split", lambda self, *shapes: splits.append(make(self, *shapes)) or splits[-1]
     )
     if blocks:
         small_blocks()

@@ -9,7 +9,8 @@ from support import small
 from support.small import normal
 
 from jaxtrain.runtime.backward_split import LayerSplit
-from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
+from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer
+from jaxtrain.runtime.state_plan import empty, pool_arrays
 from jaxtrain.runtime.tick_state import Pools
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import TickSlots
@@ -53,7 +54,7 @@ def run(case: str, extra, recompute: bool):
     )
     layer = lambda params, x, extra: block(params, x, *extra)
     split = LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra)
-    pool = lambda shapes: [jnp.full_like(a, jnp.nan) for a in empty_pool(3, rows, shapes)]
+    pool = lambda shapes: [jnp.full_like(empty(a), jnp.nan) for a in pool_arrays(3, rows, shapes)]
     pools = Pools(
         residual_b=pool(split.residuals.for_b),
         residual_w=pool(split.residuals.for_w),

@@ -22,7 +22,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.planner.programs.program import Instruction, Program
-from jaxtrain.runtime import runtime, tick
+from jaxtrain.runtime import state_plan, tick
 from jaxtrain.runtime.tick_state import ModelTree, Pools, TickState, merged, only
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.slots import SlottedTable
@@ -427,7 +427,7 @@ def test_a_gradient_gathered_over_model_is_found(monkeypatch):
             tiled=True,
         )
 
-    monkeypatch.setattr(runtime, "reduce", reduce)
+    monkeypatch.setattr(state_plan, "reduce", reduce)
     found = odd_reductions(compile_program(dataclasses.replace(SMALLEST, mesh=(2, 2, 2))))
     assert [text for text in found if "all-gather" in text]
 
@@ -442,9 +442,9 @@ def test_a_gradient_gathered_over_model_is_found(monkeypatch):
 )
 def test_slots_are_as_large_as_is_said(changes, monkeypatch):
     """Also where what an op keeps depends on the devices of other axes."""
-    states, make = [], runtime.Runtime._with_buffers
+    planned, make = [], state_plan.UnitPlan.pools
     monkeypatch.setattr(
-        runtime.Runtime, "_with_buffers", lambda *given: states.append(make(*given)) or states[-1]
+        state_plan.UnitPlan, "pools", lambda *given: planned.append(make(*given)) or planned[-1]
     )
     cfg = small.config(
         (1, 2, 1), "zb_h1", 1, 4, {"pipeline.remat": "none", "data.batch_size": 16, **changes}
@@ -453,7 +453,7 @@ def test_slots_are_as_large_as_is_said(changes, monkeypatch):
     with jax.set_mesh(step.mesh):
         step.gradients.trace(step.abstract_state().params, step.abstract_batch)
     size = lambda kind: sum(
-        a.size * a.dtype.itemsize for a in jax.tree.leaves(getattr(states[-1].pools, kind))
+        math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(getattr(planned[-1], kind))
     )
     said, kinds = (
         step.slot_bytes(),

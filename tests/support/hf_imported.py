@@ -19,7 +19,7 @@ from jaxtrain.config import Config, replace
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.hf.model_config import family_of, read_model
 from jaxtrain.hf.run_config import read_published
-from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
 from jaxtrain.models import transformer
 from jaxtrain.training.parameter_layout import ParameterLayout
 from support import hf_reference
@@ -57,7 +57,7 @@ class Imported:
         return result
 
 
-def fill(array: np.ndarray, rule: Rule, tensor: np.ndarray) -> None:
+def fill(array: np.ndarray, rule: TensorRule, tensor: np.ndarray) -> None:
     """Writes a complete published tensor into its places of a stored array."""
     window = rule.covers([range(size) for size in array.shape[len(rule.index) :]])
     rule.store(tensor, [range(size) for size in tensor.shape], array[rule.region], window)
@@ -127,7 +127,7 @@ def complete(
 def restored(workdir: pathlib.Path) -> tuple[Config, ParameterLayout, dict]:
     """A run's resolved config, and the layout and parameters of its checkpoint of step 0."""
     checkpoints = workdir / "checkpoints"
-    config = Meta.from_json(read_meta(checkpoints, 0)).stored_config().resolve()
+    config = Meta.from_json(read_meta(checkpoints, 0)).stored_config()
     config = replace(config, {"precision.compute": "float32"})
     layout, params = load_parameters(
         checkpoints, 0, config.model, config.precision, independent_replicas=False

@@ -86,7 +86,7 @@ def reference(cfg: Config) -> Run:
     replica = cfg.mesh.replica
     optimizer, train = plain_step(
         dataclasses.replace(
-            cfg, mesh=MeshConfig(), pipeline=PipelineConfig(), parallel=ParallelConfig()
+            cfg.as_read(), mesh=MeshConfig(), pipeline=PipelineConfig(), parallel=ParallelConfig()
         )
     )
     outer = optax.sgd(

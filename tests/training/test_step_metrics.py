@@ -81,7 +81,7 @@ def on_one_device(cfg: Config, replicas: int = 1) -> list[list[dict]]:
     batch."""
     batches = [small.batch(cfg, i) for i in range(STEPS)]
     alone = dataclasses.replace(
-        cfg,
+        cfg.as_read(),
         data=dataclasses.replace(cfg.data, batch_size=cfg.data.batch_size // replicas),
         mesh=MeshConfig(data=1),
         pipeline=PipelineConfig(),

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError
+from jaxtrain.config import Config, ConfigError, MeshedConfig, StoredConfig
 from jaxtrain.config.rules import mesh_rules, resume, rules
-from jaxtrain.config.rules.mesh_rules import filled
+from jaxtrain.config.rules.mesh_rules import filled, on_mesh
 from jaxtrain.config.rules.rules import Changes, Rule, Violation, near, values_for
 
 MOST_CONFIGS = 4_000  # looked at, some 50 µs each
@@ -58,7 +58,7 @@ class Environment:
     devices: int | None = None
     platform: str = ""
     recipe: Config = dataclasses.field(default_factory=Config)
-    checkpoint: Config | None = None
+    checkpoint: StoredConfig | None = None
     rules: tuple[Rule, ...] = ()
     is_ours: bool = True
 
@@ -72,18 +72,17 @@ def check(config: Config, environment: Environment = UNKNOWN) -> None:
         raise error
 
 
-def check_devices(config: Config, device_count: int, platform: str = "gpu") -> Config:
-    """The config with the mesh's -1 filled in for this number of devices, and every rule checked
-    with it.
+def check_devices(config: Config, device_count: int, platform: str = "gpu") -> MeshedConfig:
+    """The config on its mesh of this number of devices, every rule checked with it.
 
     platform: of the devices, as jax names it. Raises ConfigError if the mesh does not use all
     the devices, the batch does not divide over them, or they have no such kernel.
     """
     check(config, Environment(device_count, platform))
-    return filled(config, device_count)
+    return on_mesh(config, device_count)
 
 
-def check_resume(stored: Config, config: Config, environment: Environment = UNKNOWN) -> None:
+def check_resume(stored: StoredConfig, config: Config, environment: Environment = UNKNOWN) -> None:
     """Raises ConfigError naming the first field in which a config may not differ from the `stored`
     one of the checkpoint that it resumes."""
     environment = dataclasses.replace(environment, checkpoint=stored)
@@ -115,13 +114,13 @@ def _violations(
             yield violation
     yield from mesh_rules.axes_have_sizes(config.mesh)
     yield from rules.head_size_is_whole(config.model)
-    on_mesh = filled(config, environment.devices)
-    resolved = on_mesh.resolve()
+    sized = filled(config, environment.devices)
+    complete = sized.fill()
     for rule in (*rules.RULES, *mesh_rules.RULES):
         if environment.is_ours or rule not in OF_OUR_PRODUCTS:
-            yield from rules.violations(rule, resolved)
+            yield from rules.violations(rule, complete)
     if environment.devices is not None:
-        yield from mesh_rules.mesh_uses_devices(on_mesh.mesh, environment.devices)
+        yield from mesh_rules.mesh_uses_devices(sized.mesh, environment.devices)
     if config.model.attention_kernel == "cudnn" and environment.platform not in ("", "gpu"):
         path = "model.attention_kernel"
         yield Violation(
@@ -130,9 +129,9 @@ def _violations(
             [{path: "auto"}],
         )
     if environment.checkpoint:
-        yield from resume.violations(resolved, environment.checkpoint.resolve())
+        yield from resume.violations(complete, environment.checkpoint)
     for rule in environment.rules:
-        yield from rules.violations(rule, resolved)
+        yield from rules.violations(rule, complete)
 
 
 def model_violation(config: Config) -> Violation | None:
@@ -144,10 +143,10 @@ def model_violation(config: Config) -> Violation | None:
             return violation
     if violation := next(rules.head_size_is_whole(config.model), None):
         return violation
-    resolved = config.resolve()
+    complete = config.fill()
     of_models = [rule for rule in rules.RULES if rules.groups_of(rule)[0] == "model"]
     violations = itertools.chain.from_iterable(
-        rules.violations(rule, resolved) for rule in of_models
+        rules.violations(rule, complete) for rule in of_models
     )
     return next((each for each in violations if each.field.startswith("model.")), None)
 
@@ -400,7 +399,7 @@ def _known_to_work(environment: Environment) -> Iterator[Config]:
         yield config
         shards = environment.devices or 1
         plain = dataclasses.replace(
-            config,
+            config.as_read(),
             mesh=cfg.MeshConfig(),
             parallel=cfg.ParallelConfig(),
             pipeline=cfg.PipelineConfig(),

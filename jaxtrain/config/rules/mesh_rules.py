@@ -7,7 +7,6 @@ size too: if fewer shards split it, more microbatches do, so a device has as man
 microbatch as before, and needs as much memory for them.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from jaxtrain.config import (
     Config,
     DataConfig,
     MeshConfig,
+    MeshedConfig,
     ModelConfig,
     ParallelConfig,
     PipelineConfig,
@@ -28,14 +28,9 @@ from jaxtrain.config.rules.rules import Changes, Rule, Violation, divisors, near
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.schedule.orders import CSV
 
-AXES = tuple(f.name for f in dataclasses.fields(MeshConfig) if f.type is int)
+AXES = tuple(MeshConfig().sizes())
 REPLICA, DATA, MICROBATCHES = "mesh.replica", "mesh.data", "pipeline.microbatches"
 CUTS_THE_MODEL = ("stage", "context", "expert", "model")
-
-
-def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
-    """Axis → size, slowest network first."""
-    return {axis: getattr(mesh, axis) for axis in AXES}
 
 
 def filled(config: Config, devices: int | None) -> Config:
@@ -45,12 +40,18 @@ def filled(config: Config, devices: int | None) -> Config:
         return config
     if config.mesh.elastic:
         config = adapted(config, devices)
-    sizes = axis_sizes(config.mesh)
+    sizes = config.mesh.sizes()
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) != 1 or fixed < 1 or devices % fixed:
         return config
     return cfg.replace(config, {f"mesh.{open_axes[0]}": devices // fixed})
+
+
+def on_mesh(config: Config, devices: int | None) -> MeshedConfig:
+    """The config on the mesh that it has with this number of devices, or of its own sizes if that
+    is None. Raises ValueError if no size fits; `mesh_uses_devices` is the rule about that."""
+    return filled(config, devices).on_own_mesh()
 
 
 # --- elastic --------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def _elastic_microbatches(
     )
 
 
-def elastic_notes(requested: Config, config: Config) -> list[str]:
+def elastic_notes(requested: Config, config: MeshedConfig) -> list[str]:
     """A line with the settings of the requested config that an elastic mesh has changed; [] if it
     has changed none."""
     pairs = {
@@ -137,7 +138,7 @@ def elastic_notes(requested: Config, config: Config) -> list[str]:
     ]
     if not changed:
         return []
-    devices = math.prod(axis_sizes(config.mesh).values())
+    devices = math.prod(config.mesh.sizes().values())
     return [
         f"elastic: {', '.join(changed)} for the {devices} device{'s'[: devices > 1]} at hand; a "
         f"step still has {config.data.batch_size} sequences"
@@ -149,7 +150,7 @@ def elastic_notes(requested: Config, config: Config) -> list[str]:
 
 def axes_have_sizes(mesh: MeshConfig) -> Iterator[Violation]:
     """Sizes are at least 1, and one may be -1."""
-    sizes = axis_sizes(mesh)
+    sizes = mesh.sizes()
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             path = f"mesh.{axis}"
@@ -169,7 +170,7 @@ def axes_have_sizes(mesh: MeshConfig) -> Iterator[Violation]:
 
 def mesh_uses_devices(mesh: MeshConfig, devices: int) -> Iterator[Violation]:
     """The product of the sizes is the number of devices, or divides it if one of them is -1."""
-    sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size != -1}
+    sizes = {axis: size for axis, size in mesh.sizes().items() if size != -1}
     product = math.prod(sizes.values())
     is_open = len(sizes) < len(AXES)
     if product == devices or (is_open and devices % product == 0):
@@ -440,7 +441,7 @@ def blocks_divide(
     """A block of numbers with one scale lies on one device, along each dimension that products
     contract. Two chunks of a sequence are apart where `context` splits it."""
     path = "precision.matmul"
-    if precision.matmul != "mxfp8" or model.experts or min(axis_sizes(mesh).values()) < 1:
+    if precision.matmul != "mxfp8" or model.experts or min(mesh.sizes().values()) < 1:
         return
     chunks = 2 * mesh.context if mesh.context > 1 else 1
     shards = mesh.data if parallel.zero == 3 else 1

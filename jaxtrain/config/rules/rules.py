@@ -2,7 +2,7 @@
 
 mesh_rules.py has the rules of the mesh, checks.py those of a single setting.
 
-A rule is a generator whose parameters are groups of a resolved config. It yields a `Violation` for
+A rule is a generator whose parameters are groups of a FilledConfig. It yields a `Violation` for
 each fault, with the fixes to try, the best first. checks.py tries them, and reports the first fault
 only. Standard library only.
 """
@@ -19,8 +19,8 @@ from typing import Any
 from jaxtrain import config as cfg
 from jaxtrain.config import (
     CheckpointConfig,
-    Config,
     DataConfig,
+    FilledConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
@@ -79,7 +79,7 @@ def groups_of(rule: Rule) -> tuple[str, ...]:
     return tuple(inspect.signature(rule).parameters)
 
 
-def violations(rule: Rule, config: Config) -> Iterator[Violation]:
+def violations(rule: Rule, config: FilledConfig) -> Iterator[Violation]:
     """The violations of a rule by a config."""
     groups = (config if name == "config" else getattr(config, name) for name in groups_of(rule))
     return rule(*groups)
@@ -444,7 +444,7 @@ def _pipeline(
         )
 
 
-def _several_steps(config: Config) -> Iterator[Violation]:
+def _several_steps(config: FilledConfig) -> Iterator[Violation]:
     """What a program of several steps, whose updates are ops of its table, does not have."""
     path = "pipeline.steps_per_program"
     if config.pipeline.steps_per_program == 1 or config.mesh.stage == 1:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ends_with_layers, sources
+from jaxtrain.config import Config, MeshedConfig, ends_with_layers, sources
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.learning_rates import READS as LEARNING_RATES_READ
@@ -350,11 +350,10 @@ def without_use(config: Config) -> set[str]:
     return {path for use in USES if not use.used(config) for path in use.settings}
 
 
-def unused_settings(config: Config, platform: str = "") -> list[str]:
+def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
     """A line for every reason why settings that are not at their defaults have no use, such as
     "pipeline.schedule=interleaved and pipeline.repeats=2 have no use with mesh.stage=1".
 
-    config: not resolved, with the mesh's -1 filled in
     platform: of the devices, by jax's name; "": not known
     """
     named: dict[str, list[str]] = {}  # by reason

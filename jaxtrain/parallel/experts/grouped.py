@@ -13,7 +13,7 @@ a block small compared with r, of a weights' gradient a quarter of it at most.
 
 `dtype` is that of the result; None: that of the rows or gradients. `most_rows` bounds a block. Rows
 of no group are zeros; without `fills_empty` they may hold anything. None of these functions
-reads such rows, and none is differentiated: experts.product, which calls them, has its own
+reads such rows, and none is differentiated: products.product, which calls them, has its own
 gradient. `add_rows_gradient` adds the rows' gradient to another one in place.
 The outer loop is a `while`, so that it is one equation when a layer is cut into ops
 (runtime/backward_split.py).

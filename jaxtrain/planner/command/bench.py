@@ -92,9 +92,10 @@ class Bench:
         mesh: Mesh | None = None,
         axes: Any = DATA,
     ) -> list[jax.Array]:
-        """Random arrays of which each device has a shard of `shape`, [devices · shape[0], …].
+        """`count` arrays [devices · shape[0], …], of which each device has a shard of `shape`.
 
-        Their numbers are so small that products of products stay finite.
+        All shards of all arrays have the same random numbers, drawn once: only their sizes matter
+        for a time. The numbers are so small that products of products stay finite.
         """
         sharding = NamedSharding(mesh or self.mesh, P(axes))
         numbers = np.random.default_rng(0).standard_normal(shape) / math.sqrt(shape[-1])

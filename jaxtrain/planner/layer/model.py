@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.planner.layer.layer import Array, Layer
+from jaxtrain.planner.layer.layer import Layer, ParameterShape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Model(ModelConfig):
         return ModelConfig(**settings | {"layers": 1})
 
     @functools.cached_property
-    def ends(self) -> tuple[Array, ...]:
+    def ends(self) -> tuple[ParameterShape, ...]:
         """Parameters before and after the layers, but for the vocabulary's tables and the layers of
         multi-token prediction modules."""
         from jaxtrain.planner.layer.layer_trace import ends_of

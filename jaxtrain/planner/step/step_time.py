@@ -96,7 +96,7 @@ class StepModel(StepPart):
         """Returns (the layers of the stage that works most; whether it has `first`, the dense
         layers before the others, and `last`, the head), from the seconds of these for one
         microbatch."""
-        placement, layout = self.balanced, self.layout
+        placement, layout = self.uneven_placement, self.layout
         if placement is None:
             return math.ceil(self.model.layers / layout.stage), True, True
         held = [0] * layout.stage
@@ -112,9 +112,10 @@ class StepModel(StepPart):
         return closed_forms(self.layout.schedule, self.layout.overlap and self.settings.ours)
 
     @functools.cached_property
-    def balanced(self) -> Placement | None:
-        """The placement in which stages with what is in no unit have fewer layers, by closed forms
-        (pipeline/setup.py); None where layers are spread evenly."""
+    def uneven_placement(self) -> Placement | None:
+        """The placement in which the stages that also run the dense layers or the prediction
+        modules have fewer of the other layers, as pipeline/setup.py makes it; None where layers are
+        spread evenly. The seconds that it balances are closed forms, for no table exists yet."""
         model, layout = self.model, self.layout
         ends = model.dense_layers or model.mtp_depth
         if layout.stage == 1 or not ends:

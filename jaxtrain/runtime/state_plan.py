@@ -1,0 +1,316 @@
+"""Plans of what the runtime has on a device before the first tick: shapes and memory of pools,
+message buffers and gradient sums, and how parameters are held, gathered and reduced.
+
+`ParameterPlan` has the parameters, with the ZeRO of their part of the model. `UnitPlan` has the
+activations; read its methods in this order:
+
+    ranges   the layers of a unit by what their forward saves; traces a layer
+    pools    the pools of slots that a table needs for these ranges: a `PoolArray` for each array
+    slot_bytes   the bytes of a slot of each pool
+
+A plan computes nothing on a device, so tests print it. `empty` makes a planned array in the
+program.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.saved_values import LAYER_INPUT, names_on_host
+from jaxtrain.config.sizes import Remat
+from jaxtrain.devices import host_memory
+from jaxtrain.devices.mesh import MANUAL_AXES, STAGE
+from jaxtrain.devices.sharding import constrain, mesh_axes, restricted
+from jaxtrain.models.layers import SPLIT
+from jaxtrain.models.spec import Spec
+from jaxtrain.parallel.fp8 import Fp8, Quantized
+from jaxtrain.parallel.zero import (
+    Reduction,
+    Zero,
+    reduce,
+    reduce_rest,
+    shard_shape,
+    unsharded_shape,
+)
+from jaxtrain.runtime.backward_split import LayerSplit
+from jaxtrain.runtime.layer_stack import LayerRange, RecomputedLayer
+from jaxtrain.runtime.saved_bytes import RuntimeLayer, as_used, bytes_of, host_rule, keep_rule
+from jaxtrain.runtime.tick_state import ModelTree, Pools, Tree
+from jaxtrain.schedule.columns import ARRIVED, TickTable
+from jaxtrain.schedule.slots import SAVED, SlottedTable
+
+
+class SlotBytes(NamedTuple):
+    """Bytes of a slot on a device and its host, and those on the host."""
+
+    all: int
+    on_host: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolArray:
+    """One array of a pool, [slots · layers, ...] on a device.
+
+    on_host: it lies in the host's memory
+    axes: the logical axes of its dimensions, to which the partitioner is bound; None: it decides
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    on_host: bool = False
+    axes: tuple[str | None, ...] | None = None
+
+
+def slot_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array in a slot: one of four dimensions (tokens, heads, size of a head) has
+    the last two as one.
+
+    XLA's GPU compiler would give an array of heads one layout where it is written and another where
+    it is read, and transpose all of it in every tick. The last dimension is never split over
+    devices, so merging it moves nothing.
+    """
+    return shape if len(shape) < 4 else (*shape[:-2], shape[-2] * shape[-1])
+
+
+def pool_arrays(
+    slots: int, layers: int, shapes: Sequence, on_host: Sequence[bool] = ()
+) -> list[PoolArray]:
+    """The arrays of a pool of so many slots, each for arrays of these shapes of each of `layers`
+    layers.
+
+    Slots and layers are one dimension: copies between a TPU and its host cut one dimension alone.
+    """
+    return [
+        PoolArray((slots * layers, *slot_shape(a.shape)), a.dtype, hosted)
+        for a, hosted in zip(shapes, on_host or [False] * len(shapes), strict=True)
+    ]
+
+
+def empty(array: PoolArray) -> jax.Array:
+    """A planned array, of which nothing may be read before it is written."""
+    pool = host_memory.empty_pool(array.shape, array.dtype, array.on_host)
+    return pool if array.axes is None else constrain(pool, array.axes)
+
+
+def buffer_names(ticks: TickTable) -> list[str]:
+    """The message buffers that the table uses (`TickState.buffers`)."""
+    arrived = (ARRIVED[way] for way in ticks.permutes)
+    return sorted({*ticks.result_buffers.values(), *ticks.permutes, *arrived})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnitPlan:
+    """What the layers of every unit save between its ops.
+
+    sizes: the layers of each unit
+    slotted: the table with its slots; None on one stage
+    remat, save, offload: as `remat`, `save` and `offload_activations` of Runtime
+
+    `message` is the shape of activations on a device, [B, T, D]; `extra` what a layer reads beside
+    them, as shapes.
+    """
+
+    layer: RuntimeLayer
+    sizes: tuple[int, ...]
+    slotted: SlottedTable | None
+    remat: Remat
+    save: tuple[str, ...]
+    offload: bool
+
+    def ranges(self, message: tuple[int, ...], extra) -> list[LayerRange]:
+        """The layers of a unit by what they save: the recomputed ones, which are the lowest, and
+        those that save everything."""
+        mode, most = self.remat.mode, max(self.sizes)
+        recomputed = self.remat.recomputed(most)
+        if not recomputed:
+            return [LayerRange(self._split("none", message, extra))]
+        lowest = LayerRange(
+            self._split(mode, message, extra),
+            recomputed=mode == "full",
+            layer_input="layer_input" * self._saves_inputs,
+        )
+        if recomputed == most:
+            return [lowest]
+        # With `full:k` a unit has layers of both kinds, whose arrays differ: two sets of pools.
+        rest = LayerRange(self._split("none", message, extra), recomputed, None, False, *SAVED)
+        return [dataclasses.replace(lowest, end=recomputed), rest]
+
+    def _split(self, mode: str, message: tuple[int, ...], extra) -> LayerSplit | RecomputedLayer:
+        """One layer cut into ops as this mode of remat says."""
+        # One stage has no slots: forward and backward are one op, and only its input is saved.
+        if mode == "full" and self.slotted is None:
+            x = jax.ShapeDtypeStruct(message, self.layer.compute)
+            return RecomputedLayer(self.layer, self.layer.specs, x, bool(self.input_on_host))
+        hosted = host_rule(mode, self.save, self.offload)
+        return self.layer.split(message, extra, keep_rule(mode, self.save), hosted)
+
+    @property
+    def _saves_inputs(self) -> bool:
+        return self.slotted is not None and self.slotted.table.saves_inputs
+
+    @property
+    def input_on_host(self) -> str:
+        """The pool in the host's memory of the inputs that full recomputation starts from: those of
+        layers, or of units; "" where they are in the device's memory."""
+        if self.remat.mode != "full" or not (
+            self.offload or LAYER_INPUT in names_on_host(self.save)
+        ):
+            return ""
+        return "layer_input" if self._saves_inputs else "activation"
+
+    def pools(self, ranges: Sequence[LayerRange], message: tuple[int, ...]) -> Pools:
+        """The pools that the table needs: a PoolArray for each array."""
+        assert self.slotted
+        slots = {pool: max(1, count) for pool, count in self.slotted.pool_sizes.items()}
+
+        def messages(name: str, layers: int = 1) -> PoolArray:
+            on_host, shape = name == self.input_on_host, (slots[name] * layers, *message)
+            return PoolArray(
+                shape, self.layer.compute, on_host, None if on_host else (None, *SPLIT)
+            )
+
+        if self.slotted.table.forward_only:
+            return Pools(messages("activation"))
+        pools: dict[str, Any] = {name: messages(name) for name in ("activation", "gradient")}
+        for layers in ranges:
+            split, most = layers.split, layers.most(self.sizes)
+            if layers.layer_input:
+                pools[layers.layer_input] = [messages(layers.layer_input, most)]
+            for name, shapes, on_host in (
+                (layers.residual_b, split.residuals.for_b, split.on_host.for_b),
+                (layers.residual_w, split.residuals.for_w, split.on_host.for_w),
+                (layers.weight_stash, split.weight_stash, ()),
+            ):
+                pools[name] = pool_arrays(slots[name], most, shapes, on_host)
+            # What B has gathered for W stays replicated: the partitioner may split it, and W would
+            # gather it again.
+            pools[layers.weight_stash] = [
+                dataclasses.replace(a, axes=(None,) * len(a.shape)) if gathered else a
+                for a, gathered in zip(pools[layers.weight_stash], split.gathered, strict=True)
+            ]
+        return Pools(**pools)
+
+    def slot_bytes(self, ranges: Sequence[LayerRange], model: int) -> dict[str, SlotBytes]:
+        """Pool → bytes of one of its slots on each of `model` devices."""
+        sizes: dict[str, SlotBytes] = {}
+        for layers in ranges:
+            saved, most = bytes_of(layers.split, model), layers.most(self.sizes)
+            inputs = {"activation": saved.input, "gradient": saved.input}
+            if layers.layer_input:
+                inputs[layers.layer_input] = most * saved.input
+            sizes |= {
+                name: SlotBytes(size, size * (name == self.input_on_host))
+                for name, size in inputs.items()
+            }
+            sizes |= {
+                layers.residual_b: SlotBytes(most * saved.residual_b, most * saved.host_b),
+                layers.residual_w: SlotBytes(most * saved.residual_w, most * saved.host_w),
+                layers.weight_stash: SlotBytes(most * saved.weight_stash),
+            }
+        return sizes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParameterPlan:
+    """How a device holds each parameter, and where it is gathered and its gradient reduced.
+
+    specs, reductions: of each parameter; for a unit's stack of layers, the specs of one layer
+    zero: of the layers' parameters; zero_of_ends: of all others
+    compute, fp8: as of Runtime
+    mesh_sizes: axis of the mesh → its size
+    """
+
+    specs: ModelTree
+    reductions: ModelTree
+    zero: Zero
+    zero_of_ends: Zero
+    compute: jnp.dtype
+    fp8: Fp8 | None
+    mesh_sizes: Mapping[str, int]
+
+    def zero_of(self, name: str) -> Zero:
+        """ZeRO of the parameters in the part `name` of the model."""
+        return self.zero if name == "layers" else self.zero_of_ends
+
+    def each(self, fn: Callable, *trees: ModelTree) -> ModelTree:
+        """fn(zero, spec, reduction, …) for each parameter, with its values in these trees."""
+        trees = self.specs, self.reductions, *trees
+        return ModelTree(
+            **{
+                name: jax.tree.map(
+                    functools.partial(fn, self.zero_of(name)),
+                    *(getattr(tree, name) for tree in trees),
+                )
+                for name in self.specs.present()
+            }
+        )
+
+    def held_specs(self) -> ModelTree:
+        """The specs over the manual axes with which parameters enter the manual region."""
+        return self.each(lambda zero, _, r: restricted(zero.held(r), MANUAL_AXES))
+
+    def gradient_specs(self) -> ModelTree:
+        """Those with which gradients leave it."""
+        return self.each(lambda zero, _, r: restricted(r.storage, MANUAL_AXES))
+
+    def as_used(
+        self, zero: Zero, spec: Spec, reduction: Reduction, a: jax.Array
+    ) -> jax.Array | Quantized:
+        """A parameter of this device, or a stack of them, in the form that products take."""
+        # An FP8 scale is taken from the largest number of the matrix, so from all devices that hold
+        # a shard of it. Stages hold matrices of their own.
+        split_over = {axis for entry in zero.held(reduction) for axis in mesh_axes(entry)}
+        axes = [axis for axis in MANUAL_AXES if axis in split_over and axis != STAGE]
+        return as_used(spec, a, self.compute, self.fp8, axes)
+
+    def zero_sums(self, params: ModelTree) -> ModelTree:
+        """Gradient sums of zero, float32. params: as the ops receive them"""
+
+        def zeros(zero: Zero, spec: Spec, reduction: Reduction, parameter: Any) -> jax.Array:
+            shape = parameter.shape
+            # The parameter is a shard where ops gather it, its sum is one where ops reduce it.
+            if zero.gathers_in_ops:
+                shape = unsharded_shape(shape, reduction, self.mesh_sizes)
+            if zero.reduces_in_ops:
+                shape = shard_shape(shape, reduction, self.mesh_sizes)
+            return _sharded_zeros(shape, spec)
+
+        return self.each(zeros, params)
+
+    def zero_shards(self, sums: ModelTree) -> ModelTree:
+        """Zeros for `TickState.reduced`, where the last W reduces the layers' sums."""
+        if not self.zero.reduces_in_last:
+            return ModelTree()
+
+        def zeros(spec: Spec, reduction: Reduction, a: jax.Array) -> jax.Array:
+            return _sharded_zeros(shard_shape(a.shape, reduction, self.mesh_sizes), spec)
+
+        specs, reductions = self.specs.layers, self.reductions.layers
+        return ModelTree(layers=jax.tree.map(zeros, specs, reductions, sums.layers))
+
+    def reduced(self, sums: Tree) -> Tree:
+        """The gradients by the parts of the model, from their sums after the last tick."""
+        return {
+            name: jax.tree.map(
+                functools.partial(self._reduced, name), getattr(self.reductions, name), tree
+            )
+            for name, tree in sums.items()
+        }
+
+    def _reduced(self, name: str, reduction: Reduction, sums: jax.Array) -> jax.Array:
+        """A gradient of the part `name` of the model, reduced over the axes over which no op has
+        reduced it."""
+        zero = self.zero_of(name)
+        in_ops = zero.reduces_in_ops or (zero.reduces_in_last and name == "layers")
+        return (reduce_rest if in_ops else reduce)(sums, reduction, zero.dtype)
+
+
+def _sharded_zeros(shape: tuple[int, ...], spec: Spec) -> jax.Array:
+    """Zeros for a parameter's sums. Without the constraint the partitioner may replicate them over
+    `model`, and gather every gradient that is added."""
+    axes = (*(None for _ in shape[len(spec.axes) :]), *spec.axes)
+    return constrain(jnp.zeros(shape, jnp.float32), axes)
