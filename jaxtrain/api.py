@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # these import jax, or take long
 
     from jaxtrain.data.loader import Batch
     from jaxtrain.planner.command.main import Prediction
+    from jaxtrain.training.one_step import StepMetrics
     from jaxtrain.training.state import TrainState
-    from jaxtrain.training.step import StepMetrics
 
 Recipe = Config | str | os.PathLike[str]
 # of an interactive session, ahead of all other flags: a hung step would end its process
@@ -160,6 +160,7 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
     from jaxtrain.prepare import prepare
     from jaxtrain.run_state import make_state
     from jaxtrain.training import step as steps
+    from jaxtrain.training.compiled_step import start_compiling
 
     environment = Environment(
         jax.device_count(), jax.default_backend(), recipe, rules=RULES_WITH_TABLES
@@ -173,7 +174,7 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
     mesh = make_mesh(sizes_of(settings.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
         step = steps.make_step(settings, mesh, ready.setup)
-        programs = steps.start_compiling(step, executor).result()
+        programs = start_compiling(step, executor).result()
     data, _ = make_loaders(corpus, settings.data, step.abstract_batch["tokens"], 1, 0)
 
     def first_state() -> "TrainState":

@@ -151,11 +151,11 @@ def parse_unchecked(
 
             model = read_origin(config.train.init_from, workdir)
             config, before = started_from(model, before, reading.overrides)
-            namespace.notes = model.notes_for(config)
+            namespace.notes = model.notes_for(config.model, config.data)
         elif os.path.isfile(kept := os.path.join(workdir, SOURCE, CONFIG)):
             from jaxtrain.hf.run_config import notes_of_length
 
-            namespace.notes = notes_of_length(config, pathlib.Path(kept))
+            namespace.notes = notes_of_length(config.data, pathlib.Path(kept))
         return check(namespace, config, before)
 
     return checked(read_flags(argv, description, flags, with_config=True), read, recipe)

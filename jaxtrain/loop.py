@@ -46,14 +46,16 @@ from jaxtrain.run_end import draw_losses, log_results, what_next
 from jaxtrain.run_state import make_state, open_weights, prepared_state, state_on_disk
 from jaxtrain.start_lines import beginning, introduction, when_compiled
 from jaxtrain.training import stored_op_times
+from jaxtrain.training.compiled_step import Programs, start_compiling
 from jaxtrain.training.evaluation import Evaluation
+from jaxtrain.training.one_step import StepMetrics
 from jaxtrain.training.parameter_checks import Copies
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import TrainState
-from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start_compiling
+from jaxtrain.training.step import Step, make_step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

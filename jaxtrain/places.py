@@ -26,7 +26,7 @@ from etils import epath
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint import manifest, stores
 from jaxtrain.checkpoint.steps import read_errors
-from jaxtrain.config import Config, addresses
+from jaxtrain.config import CheckpointConfig, Config, MetricsConfig, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
 from jaxtrain.run import files, goodput, metrics, run_lock
@@ -64,7 +64,7 @@ def _problem(text: str, passes: bool = False) -> PlaceError:
 
 def check(config: Config, workdir: str) -> None:
     """Raises PlaceError if a run of one process cannot write."""
-    if problem := _of_main(config, workdir) or _of_each(config, workdir):
+    if problem := _of_main(config.checkpoint, config.metrics, workdir) or _of_each(config, workdir):
         raise problem
 
 
@@ -96,7 +96,7 @@ def check_together(config: Config, workdir: str) -> None:
 
         def of_main() -> list[str]:
             until_all_have_looked.enter_context(_left_as_it_was(workdir))
-            if problem := _of_main(config, workdir):
+            if problem := _of_main(config.checkpoint, config.metrics, workdir):
                 raise problem
             mark = f"{files.TRIAL_NAME}.{secrets.token_hex(8)}"
             for place in shared.values():
@@ -115,9 +115,11 @@ def check_together(config: Config, workdir: str) -> None:
 # --- the places -----------------------------------------------------------------------------------
 
 
-def _of_main(config: Config, workdir: str) -> PlaceError | None:
+def _of_main(
+    checkpoint: CheckpointConfig, records: MetricsConfig, workdir: str
+) -> PlaceError | None:
     """The first problem with the places that process 0 alone writes, and with the checkpoints."""
-    directory = config.checkpoint.directory
+    directory = checkpoint.directory
     target_flag = cfg.flag_text(
         "config.checkpoint.directory", os.path.realpath(f"{workdir}/checkpoints")
     )
@@ -132,13 +134,13 @@ def _of_main(config: Config, workdir: str) -> PlaceError | None:
     if problem := _of_workdir(workdir) or _inside(workdir, inside):
         return problem
     inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}
-    if config.metrics.tensorboard:
+    if records.tensorboard:
         inside[metrics.TENSORBOARD_FOLDER] = files.try_folder(
             os.path.join(workdir, metrics.TENSORBOARD_FOLDER)
         )
-    if not config.checkpoint.directory:
+    if not directory:
         inside["checkpoints"] = _try_checkpoints(os.path.join(workdir, "checkpoints"))
-    return _inside(workdir, inside) or _of_checkpoints(config.checkpoint.directory, workdir)
+    return _inside(workdir, inside) or _of_checkpoints(directory, workdir)
 
 
 def _of_workdir(workdir: str) -> PlaceError | None:

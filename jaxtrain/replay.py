@@ -34,7 +34,8 @@ from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Phase, WallClock
 from jaxtrain.run_state import state_on_disk
 from jaxtrain.start_lines import introduction, when_compiled
-from jaxtrain.training.step import make_step, start_compiling
+from jaxtrain.training.compiled_step import start_compiling
+from jaxtrain.training.step import make_step
 from jaxtrain.training.update.optimizer import learning_rate
 
 FIGURES = {name: metric.title for name, metric in METRICS.items() if metric.replayed}

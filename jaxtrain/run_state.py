@@ -36,7 +36,8 @@ def open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | No
     if resumes or not config.train.init_from:
         return None
     weights = importing.open_together(config)
-    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, config), HfError)
+    name, size = config.data.tokenizer, config.model.vocab_size
+    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, name, size), HfError)
     cluster.log(*(f"note: {note}" for note in run.notes))
     return weights
 

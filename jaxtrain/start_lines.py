@@ -18,8 +18,9 @@ from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.planner.for_training import plan_at_hand
 from jaxtrain.run.wall_clock import Phase, WallClock
+from jaxtrain.training.compiled_step import Programs, compiled_memory
 from jaxtrain.training.state import bytes_on_disk, bytes_per_device
-from jaxtrain.training.step import Programs, Step, compiled_memory
+from jaxtrain.training.step import Step
 
 
 def mebibytes(n: float) -> str:

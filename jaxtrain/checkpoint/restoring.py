@@ -20,7 +20,7 @@ from jaxtrain.devices.mesh import AXES, REPLICA, make_mesh
 from jaxtrain.devices.state_file import is_on_disk
 from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.state import abstract_state, stored_parameters, stored_shapes
-from jaxtrain.training.update.optimizer import make_optimizer
+from jaxtrain.training.update.optimizer import Optimizer
 
 # --- the arrays that a config makes ---------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def expected_arrays(config: FilledConfig) -> list[StoredArray]:
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
     layout = ParameterLayout.unstaged(config.model, mesh, config.precision, independent)
     layout = dataclasses.replace(layout, optimizer=config.optimizer)
-    optimizer = make_optimizer(
+    optimizer = Optimizer(
         config.optimizer, config.train.steps, layout.specs, config.precision.moments
     )
     return stored_arrays(abstract_state(layout, optimizer).stored, stored_shapes(layout, optimizer))

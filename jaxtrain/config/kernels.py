@@ -32,6 +32,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.settings import (
     DataConfig,
     MeshConfig,
@@ -250,13 +251,13 @@ def attention_kernel(case: AttentionCase, wanted: str = "auto") -> KernelChoice:
 
 def attention_case(
     device: TargetDevice,
-    model: ModelConfig,
+    model: ResolvedModel,
     data: DataConfig,
     mesh: MeshConfig,
     parallel: ParallelConfig,
     precision: PrecisionConfig,
 ) -> AttentionCase:
-    """The attention of a resolved config's step on one device."""
+    """The attention of a step on one device."""
     tokens, latent, parts = data.sequence_length, model.attention == "mla", max(mesh.context, 1)
     context = parallel.context if parts > 1 and parallel.context != "ulysses" else ""
     return AttentionCase(

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from jaxtrain.config import sources
+from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS, meaning
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
 
@@ -570,11 +571,14 @@ class OptimizerConfig:
     warmup_steps: int = setting(0, "steps of linear warm-up from 0", at_least=0)
     schedule: str = setting(
         "cosine",
-        "learning rate after the warm-up; constant may end in a linear decay",
-        choices=("cosine", "linear", "constant"),
+        "learning rate after the warm-up; "
+        + "; ".join(f"{record.name}: {record.text}" for record in LEARNING_RATES.values()),
+        choices=tuple(LEARNING_RATES),
     )
     decay_steps: int = setting(
-        0, "steps of the final decay of the constant schedule; 0: none", at_least=0
+        0,
+        "steps of the decay at the end of a schedule that is constant before; 0: none",
+        at_least=0,
     )
     final_fraction: float = setting(0.1, "final learning rate over its peak", at_least=0, at_most=1)
     weight_decay: float = setting(

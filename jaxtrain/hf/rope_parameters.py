@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ModelConfig, ResolvedModel
 from jaxtrain.hf.fields import Fields
 
 Settings = dict[str, Any]
@@ -157,8 +157,8 @@ def _read_parameter(inner: Fields, key: str, parameter: ScalingParameter) -> Set
     return {parameter.setting: inner.number(key)}
 
 
-def write_rope(model: ModelConfig, length: int, part: float | None = None) -> Settings:
-    """The fields of a resolved model's rotary positions, in both forms.
+def write_rope(model: ResolvedModel, length: int, part: float | None = None) -> Settings:
+    """The fields of a model's rotary positions, in both forms.
 
     length: tokens of its longest sequence; part: the rotated fraction of a head; None: the family
         rotates all of it

@@ -205,8 +205,8 @@ def _duration(seconds: float) -> str:
 
 
 class SearchProgress:
-    """A search.Report that shows a search's progress, and a context that clears its line at the
-    end.
+    """A table_search.ReportProgress that shows a search's progress, and a context that clears its
+    line at the end.
 
     Args:
       title: of the line, such as "tables".

@@ -15,10 +15,10 @@ from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import STEPS, Phase, WallClock, start_line, start_record
+from jaxtrain.training.one_step import StepMetrics, combine_replicas
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
 from jaxtrain.training.requests import Answer, Request
-from jaxtrain.training.step import StepMetrics, combine_replicas
 
 TINY = 1e-12  # the least fraction of dropped choices that is warned of: any at all
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, replace
+from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.rules.checks import Environment, first_violation
 from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
 from jaxtrain.config.settings import BIASED
@@ -90,7 +91,7 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
         "optimizer.learning_rate": chance.choice((1e-3, 3e-3, 1e-2)),
         "optimizer.warmup_steps": chance.choice((0, 0, 1, 2)),
         "optimizer.clip_norm": chance.choice((0.0, 0.5, 1.0)),
-        "optimizer.schedule": chance.choice(("cosine", "linear", "constant")),
+        "optimizer.schedule": chance.choice(tuple(LEARNING_RATES)),
         "train.seed": chance.randrange(1000),
     }
     if chance.random() < 0.04:  # from 1024 keys on attention goes block by block

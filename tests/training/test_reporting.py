@@ -15,10 +15,10 @@ from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.wall_clock import Phase, WallClock
+from jaxtrain.training.one_step import combine_replicas, step_metrics
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter
 from jaxtrain.training.requests import Request, no_request
-from jaxtrain.training.step import combine_replicas, step_metrics
 
 
 class Log:

@@ -8,9 +8,10 @@ from support import plain_loop, small
 from support.small import Case
 
 from jaxtrain import config as configs
-from jaxtrain.training.several_steps import StepMetrics
+from jaxtrain.training.one_step import StepMetrics
+from jaxtrain.training.several_steps import CompiledSteps
 from jaxtrain.training.state import TrainState
-from jaxtrain.training.step import CompiledSteps, Step, make_step
+from jaxtrain.training.step import Step, make_step
 
 SKIP = {"train.on_nonfinite": "skip"}
 # The first cases' norms are between 0.5 and 1.1; see `test_same_bits` for what this makes of them.

@@ -16,7 +16,8 @@ from support.small import Case
 
 from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
 from jaxtrain.run.metrics import METRICS, host
-from jaxtrain.training.step import combine_replicas, make_step, step_metrics
+from jaxtrain.training.one_step import combine_replicas, step_metrics
+from jaxtrain.training.step import make_step
 
 STEPS = 2
 MODEL = {

@@ -12,8 +12,9 @@ from support.small import Case
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.devices.state_file import is_on_disk
+from jaxtrain.training.compiled_step import start_compiling
 from jaxtrain.training.state import bytes_on_disk, bytes_per_device, initial_state, stored_shapes
-from jaxtrain.training.step import make_step, start_compiling
+from jaxtrain.training.step import make_step
 from jaxtrain.training.update import streamed_update
 
 CASES = {"one device": Case((1, 1, 1), microbatches=2)}

@@ -17,10 +17,10 @@ from jaxtrain.config import (
     DataConfig,
     MeshConfig,
     MeshedConfig,
-    ModelConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    ResolvedModel,
     TrainConfig,
 )
 from jaxtrain.config.kernels import QUANTIZED
@@ -210,15 +210,15 @@ def _mesh_fixes(
 # --- rules of what an axis cuts -------------------------------------------------------------------
 
 
-def kv_heads_fit(m: ModelConfig, size: int) -> bool:
-    """True if `size` devices of the model axis split the key/value heads of a resolved model, or
-    share each of them evenly."""
+def kv_heads_fit(m: ResolvedModel, size: int) -> bool:
+    """True if `size` devices of the model axis split the key/value heads, or share each of them
+    evenly."""
     return m.kv_heads % size == 0 or (
         size % m.kv_heads == 0 and m.head_dim % (size // m.kv_heads) == 0
     )
 
 
-def mlp_widths(m: ModelConfig) -> dict[str, int]:
+def mlp_widths(m: ResolvedModel) -> dict[str, int]:
     """Field → the width of each MLP of the model that the model axis splits."""
     names = ["expert_width"] * bool(m.experts) + ["mlp_width"] * (
         not m.experts or m.dense_layers > 0
@@ -227,7 +227,7 @@ def mlp_widths(m: ModelConfig) -> dict[str, int]:
 
 
 def _context_axis_divides(
-    mesh: MeshConfig, parallel: ParallelConfig, model: ModelConfig, data: DataConfig
+    mesh: MeshConfig, parallel: ParallelConfig, model: ResolvedModel, data: DataConfig
 ) -> Iterator[Violation]:
     """The sequence is cut into two chunks for each device of `context`, which `model` splits
     further. Ulysses splits heads over both axes."""
@@ -264,7 +264,7 @@ def _context_axis_divides(
         )
 
 
-def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Violation]:
+def _expert_axis_divides(mesh: MeshConfig, model: ResolvedModel) -> Iterator[Violation]:
     size, experts = mesh.expert, model.experts
     if size <= 1:
         return
@@ -285,7 +285,7 @@ def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Viola
 
 
 def _expert_nodes(
-    parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig
+    parallel: ParallelConfig, mesh: MeshConfig, model: ResolvedModel
 ) -> Iterator[Violation]:
     """A node has several devices of `expert`, and numbers of tokens between nodes are not fixed."""
     path, nodes, size = "parallel.expert_nodes", parallel.expert_nodes, mesh.expert
@@ -311,7 +311,7 @@ def _expert_nodes(
 
 
 def _model_axis_divides(
-    mesh: MeshConfig, model: ModelConfig, data: DataConfig
+    mesh: MeshConfig, model: ResolvedModel, data: DataConfig
 ) -> Iterator[Violation]:
     """`model` splits heads, the MLP, and the sequence between the blocks."""
     size = mesh.model
@@ -435,7 +435,7 @@ def blocks_divide(
     precision: PrecisionConfig,
     parallel: ParallelConfig,
     mesh: MeshConfig,
-    model: ModelConfig,
+    model: ResolvedModel,
     data: DataConfig,
 ) -> Iterator[Violation]:
     """A block of numbers with one scale lies on one device, along each dimension that products

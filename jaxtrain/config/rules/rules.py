@@ -27,12 +27,14 @@ from jaxtrain.config import (
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    ResolvedModel,
     TrainConfig,
     addresses,
     ends_with_layers,
     kernels,
     sources,
 )
+from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.saved_values import (
     LAYER_INPUT,
@@ -67,7 +69,7 @@ class Violation:
     show: int = 1
 
 
-# Its parameters are named after the groups of settings that it reads, such as `model: ModelConfig`;
+# Its parameters are named after the groups of settings that it reads, such as `data: DataConfig`;
 # `config` is all of them.
 Rule = Callable[..., Iterator[Violation]]
 
@@ -106,7 +108,7 @@ def values_for(path: str, values: Iterable[Any]) -> list[Changes]:
 
 
 def head_size_is_whole(model: ModelConfig) -> Iterator[Violation]:
-    """Takes a model that is not resolved, for `resolve` divides."""
+    """The rule of a model before `resolve` divides its width."""
     if not model.head_dim and model.width % model.heads:
         floor = model.width // model.heads * model.heads
         wider = near(model.width, [n for n in (floor, floor + model.heads) if n])
@@ -121,7 +123,7 @@ def head_size_is_whole(model: ModelConfig) -> Iterator[Violation]:
         )
 
 
-def _latent_attention(model: ModelConfig) -> Iterator[Violation]:
+def _latent_attention(model: ResolvedModel) -> Iterator[Violation]:
     if model.attention != "mla":
         return
     if model.positions != "rotary":
@@ -154,7 +156,7 @@ def _latent_attention(model: ModelConfig) -> Iterator[Violation]:
 
 
 def _attention(
-    model: ModelConfig,
+    model: ResolvedModel,
     data: DataConfig,
     mesh: MeshConfig,
     parallel: ParallelConfig,
@@ -201,7 +203,7 @@ def _attention(
         )
 
 
-def _layers_without_rotary(model: ModelConfig) -> Iterator[Violation]:
+def _layers_without_rotary(model: ResolvedModel) -> Iterator[Violation]:
     layers = model.dense_layers + model.layers
     if any(layer >= layers for layer in model.nope_layers):
         yield Violation(
@@ -217,7 +219,7 @@ def _layers_without_rotary(model: ModelConfig) -> Iterator[Violation]:
         )
 
 
-def _rotary_scaling(model: ModelConfig, data: DataConfig) -> Iterator[Violation]:
+def _rotary_scaling(model: ResolvedModel, data: DataConfig) -> Iterator[Violation]:
     if model.positions != "rotary" or model.rope_scaling == "none":
         return
     scaling, none = f"model.rope_scaling={model.rope_scaling!r}", {"model.rope_scaling": "none"}
@@ -259,7 +261,7 @@ OF_EXPERTS = (
 ).split()
 
 
-def _experts(model: ModelConfig) -> Iterator[Violation]:
+def _experts(model: ResolvedModel) -> Iterator[Violation]:
     if model.dense_layers and not model.experts:
         yield Violation(
             "model.dense_layers",
@@ -275,7 +277,7 @@ def _experts(model: ModelConfig) -> Iterator[Violation]:
         )
 
 
-def _biases(model: ModelConfig) -> Iterator[Violation]:
+def _biases(model: ResolvedModel) -> Iterator[Violation]:
     """Parts that the model lacks, or that cannot have biases."""
     wrong = {
         "mlp": bool(model.experts) and f"model.experts={model.experts}, which have no biases",
@@ -290,7 +292,7 @@ def _biases(model: ModelConfig) -> Iterator[Violation]:
             )
 
 
-def _router(model: ModelConfig) -> Iterator[Violation]:
+def _router(model: ResolvedModel) -> Iterator[Violation]:
     """Groups divide the experts, and those that a token may use have as many experts as it uses."""
     if not model.experts:
         return
@@ -331,7 +333,7 @@ def _router(model: ModelConfig) -> Iterator[Violation]:
 # --- sequences and data ---------------------------------------------------------------------------
 
 
-def _sequence(model: ModelConfig, data: DataConfig, train: TrainConfig) -> Iterator[Violation]:
+def _sequence(model: ResolvedModel, data: DataConfig, train: TrainConfig) -> Iterator[Violation]:
     tokens = data.sequence_length
     if model.mtp_depth >= tokens:
         yield Violation(
@@ -354,7 +356,7 @@ def _sequence(model: ModelConfig, data: DataConfig, train: TrainConfig) -> Itera
         )
 
 
-def _data(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Iterator[Violation]:
+def _data(data: DataConfig, model: ResolvedModel, train: TrainConfig) -> Iterator[Violation]:
     mask, read = data.loss_mask, data.text_fields
     from_bytes = data.tokenizer == "bytes" and not sources.holds_tokens(data.source)
     if from_bytes and model.vocab_size < BYTE_VOCABULARY:
@@ -391,7 +393,7 @@ def _data(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Iterator[
 
 
 def _pipeline(
-    pipeline: PipelineConfig, model: ModelConfig, mesh: MeshConfig
+    pipeline: PipelineConfig, model: ResolvedModel, mesh: MeshConfig
 ) -> Iterator[Violation]:
     name = ends_with_layers(model)
     if name and pipeline.vocabulary == "parallel":
@@ -476,7 +478,7 @@ def _several_steps(config: FilledConfig) -> Iterator[Violation]:
             yield Violation(path, f"{reason}, unlike {setting}={value!r}", fixes)
 
 
-def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Violation]:
+def _saved_values(pipeline: PipelineConfig, model: ResolvedModel) -> Iterator[Violation]:
     path, names = "pipeline.save", saved_values(model)
     entries = tuple(dict.fromkeys(pipeline.save))
     named = names_of(entries)
@@ -542,7 +544,7 @@ def _overlap(pipeline: PipelineConfig) -> Iterator[Violation]:
 
 
 def _layers_fill_chunks(
-    pipeline: PipelineConfig, model: ModelConfig, mesh: MeshConfig
+    pipeline: PipelineConfig, model: ResolvedModel, mesh: MeshConfig
 ) -> Iterator[Violation]:
     layers = model.layers
     if pipeline.layer_costs and len(pipeline.layer_costs) != layers:
@@ -577,7 +579,7 @@ def _layers_fill_chunks(
 
 
 def _chunks_have_layers(
-    pipeline: PipelineConfig, model: ModelConfig, mesh: MeshConfig
+    pipeline: PipelineConfig, model: ResolvedModel, mesh: MeshConfig
 ) -> Iterator[Violation]:
     stages, repeats, layers = mesh.stage, max(pipeline.repeats, 1), model.layers
     chunks = stages * repeats
@@ -609,7 +611,8 @@ def _run(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
     # A warm-up may outlast a short run, such as a trial of another's recipe; a decay may not begin
     # before it.
     scheduled = optimizer.warmup_steps + optimizer.decay_steps
-    if optimizer.decay_steps and optimizer.schedule == "constant" and scheduled > train.steps:
+    decays_at_the_end = LEARNING_RATES[optimizer.schedule].decays_at_the_end
+    if optimizer.decay_steps and decays_at_the_end and scheduled > train.steps:
         yield Violation(
             "optimizer.decay_steps",
             f"and optimizer.warmup_steps={optimizer.warmup_steps} are more than "
@@ -630,7 +633,7 @@ def _run(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
         )
 
 
-def products_are_built(precision: PrecisionConfig, model: ModelConfig) -> Iterator[Violation]:
+def products_are_built(precision: PrecisionConfig, model: ResolvedModel) -> Iterator[Violation]:
     if precision.matmul not in ("compute", *kernels.QUANTIZED):
         yield Violation(
             "precision.matmul",

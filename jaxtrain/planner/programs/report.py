@@ -28,8 +28,9 @@ from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.step.step_counts import CollectiveCount, StepCounts
 from jaxtrain.planner.step.step_model import layout_of, settings_of_run
 from jaxtrain.run.wall_clock import Phase, WallClock, start_record
+from jaxtrain.training.compiled_step import compiled_memory
 from jaxtrain.training.parameter_layout import ParameterLayout
-from jaxtrain.training.step import Step, compiled_memory, make_layout, make_step
+from jaxtrain.training.step import Step, make_layout, make_step
 
 MIB = 2**20
 CPUS_COMPILER = (
@@ -67,14 +68,11 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
 
 def step_counts(config: ResolvedConfig, cpu: bool = False) -> StepCounts:
     """The counts of a config's step. cpu: XLA's CPU backend lowers the collectives."""
-    data, mesh, parallel, precision = config.data, config.mesh, config.parallel, config.precision
+    data, mesh, parallel = config.data, config.mesh, config.parallel
     setup, layout = make_setup(config), layout_of(mesh, config.pipeline, parallel, data.batch_size)
     # No device is needed: layouts ask a mesh for its sizes alone.
     abstract_mesh: Any = AbstractMesh(sizes_of(mesh), AXES)
-    independent = config.train.diloco_inner_steps > 0
-    state = make_layout(
-        setup, abstract_mesh, config.model, parallel, precision, data.batch_size, independent
-    )
+    state = make_layout(config, abstract_mesh, setup)
     tokens = data.sequence_length // mesh.context
     settings = dataclasses.replace(settings_of_run(config), imbalance=1.0)
     if cpu:
