@@ -5,7 +5,7 @@ is run: the compiled programs are read.
                                [--layers=8] [--sequence=8192] [--json=FILE] [--append]
                                [--config.mesh.model=4 …]
 
-Needs the compilers of requirements-compilers.txt, and neither a device nor a driver;
+Needs the compilers of requirements/compilers.txt, and neither a device nor a driver;
 JAXTRAIN_COMPILERS names their folder where that is not .venv-compilers. A case takes one to four
 minutes; the status is 1 if a compiler refused one, 2 if the flags are wrong. ahead_figures.py and
 step_seconds.py say what each figure means; tables are in ahead.md. Layers are a loop:

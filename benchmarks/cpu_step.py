@@ -100,7 +100,7 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
     """Measures a layout in this process; $STARTED is when it was started."""
     from jaxtrain import cli
     from jaxtrain.devices.startup import start_jax
-    from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection, start_record
+    from jaxtrain.run.wall_clock import Phase, WallClock, imports_without_collection, start_record
 
     clock = WallClock(float(os.environ["STARTED"]), time.time)
     config, namespace = cli.parse(flags(layout, changes), "benchmark")
@@ -116,12 +116,12 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
         from jaxtrain.training.state import initial_state
         from jaxtrain.training.step import make_step
 
-    clock.enter(Part.TABLE)
+    clock.enter(Phase.TABLE)
     config = config.resolve()
     setup = make_setup(config)
-    clock.enter(Part.DATA)
+    clock.enter(Phase.DATA)
     corpus = prepare(config.data, config.model.vocab_size)
-    clock.enter(Part.TRACING)
+    clock.enter(Phase.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh, setup)
@@ -133,13 +133,13 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
             initial_state, step.layout, step.optimizer, 0
         )
         lowered = step.train.lower(step.abstract_state(), loader.specification())
-        clock.enter(Part.COMPILING)
+        clock.enter(Phase.COMPILING)
         compiled = lowered.compile()
-        clock.enter(Part.STATE)
+        clock.enter(Phase.STATE)
         state = initial.result()
-        clock.enter(Part.WAITING)
+        clock.enter(Phase.WAITING)
         batch = loader.batch(0)
-        clock.enter(Part.STEPPING)
+        clock.enter(Phase.STEPPING)
         state, out = compiled(state, batch)
         jax.block_until_ready(out)
         start_up = start_record(clock)

@@ -67,11 +67,11 @@ def attention(
     """b sequences of t tokens, n heads of size h and k of keys and values; documents of random
     lengths, eight in a sequence on average."""
     from jaxtrain.config.kernels import AttentionCase, attention_kernel
-    from jaxtrain.parallel.attention.causal import attend_causal
+    from jaxtrain.parallel.attention.causal import AttentionSettings, attend_causal
     from jaxtrain.parallel.target_device import target_device
 
     def attend(kernel: str, q, k, v, segments=None):
-        return attend_causal(q, k, v, segments, "all_gather", kernel)
+        return attend_causal(q, k, v, segments, AttentionSettings(kernel=kernel))
 
     flops = 2 * b * n * h * t * t  # two products over half of the scores
     fixed: tuple = ()
@@ -110,7 +110,7 @@ def products(
     one.
     """
     from jaxtrain.config.kernels import BLOCKS, PRODUCTS, product_kernel
-    from jaxtrain.parallel.experts.experts import KERNELS
+    from jaxtrain.parallel.experts.products import KERNELS
     from jaxtrain.parallel.target_device import target_device
 
     shares = np.random.default_rng(0).dirichlet(np.full(groups - 1, 4.0))
@@ -144,7 +144,7 @@ def products(
 
 
 def differentiable(kernel: Any) -> Callable:
-    """A product of rows and matrices by experts.Products, with its gradients."""
+    """A product of rows and matrices by products.Products, with its gradients."""
     import jax
 
     def backward(residuals, g):

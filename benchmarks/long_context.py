@@ -4,7 +4,7 @@ of time, by context mode.
     python benchmarks/long_context.py [--lengths=131072,524288] [--modes=all_gather,ulysses,ring]
                                       [--json=FILE] [-- --config.mesh.model=8 …]
 
-Needs jax's compilers for GPUs (requirements-compilers.txt), and neither a GPU nor a driver. A data
+Needs jax's compilers for GPUs (requirements/compilers.txt), and neither a GPU nor a driver. A data
 shard has one sequence and a step one microbatch, with full recomputation and ZeRO-3, documents kept
 apart, and attention in plain XLA (cuDNN is not there to compile for). XLA's GPU compiler refuses no
 program for its memory: what counts is its account of arguments and temporary memory. What it

@@ -93,7 +93,8 @@ def measure(options) -> dict:
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import make_step
-    from jaxtrain.training.update.streamed_update import CompiledUpdate, Guard
+    from jaxtrain.training.update.optimizer import Guard
+    from jaxtrain.training.update.streamed_update import CompiledUpdate
 
     changes = {
         "model.layers": options.layers[0],

@@ -76,6 +76,7 @@ def main() -> None:
     sys.path.insert(0, REPOSITORY)
     from jaxtrain import cli
     from jaxtrain import config as configs
+    from jaxtrain.config.rules.mesh_rules import on_mesh
     from jaxtrain.devices.startup import set_xla_flags
 
     set_xla_flags(os.environ)
@@ -95,7 +96,7 @@ def main() -> None:
         "benchmark",
         recipe=configs.replace(configs.Config(), settings),
     )
-    config = config.resolve()
+    config = on_mesh(config, 1).resolve()
     mesh = make_mesh((1,) * 6, jax.devices()[:1])
     random = np.random.default_rng(0)
     with jax.set_mesh(mesh):

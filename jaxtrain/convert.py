@@ -31,14 +31,14 @@ from jaxtrain.checkpoint.steps import (
     read_meta,
     trained_group,
 )
-from jaxtrain.config import Config, to_dict
+from jaxtrain.config import Config, StoredConfig, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.config.recipes import config_text
 from jaxtrain.config.rules import checks
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.devices.cluster_environment import read_environment
-from jaxtrain.generate import find_checkpoint, understand
+from jaxtrain.generate_command import find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
@@ -142,8 +142,8 @@ def from_hf(command_line: Reading) -> None:
     workdir = pathlib.Path(command_line.namespace.workdir)
     places.check(config, str(workdir))
     _start_on_host()
-    from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
     from jaxtrain.checkpoint.manager import Checkpointer
+    from jaxtrain.checkpoint.resuming import folder_of_checkpoints
     from jaxtrain.hf import importing
 
     checkpoints = folder_of_checkpoints(config.checkpoint, workdir)
@@ -151,13 +151,13 @@ def from_hf(command_line: Reading) -> None:
         choice = choose(checkpoints, {})
     if choice.steps or choice.unrecognized:
         raise HfError(f"{checkpoints} has checkpoints already: use another --workdir")
-    run = tokenizer_of_run(published, config)
+    run = tokenizer_of_run(published, config.data.tokenizer, config.model.vocab_size)
     description = run.tokenizer.describe()
     if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
         config = cfg.replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
         description["path"] = str((workdir / SOURCE / TOKENIZER).resolve())
-    resolved = config.resolve()
-    source = importing.open_weights(published, resolved)
+    stored = config.to_store()
+    source = importing.open_weights(published, stored)
     with streams.counting("tensors checked", sys.stderr) as progress:
         importing.check_numbers(source, progress)
     lock = RunLock(workdir)
@@ -165,7 +165,7 @@ def from_hf(command_line: Reading) -> None:
     try:
         source.keep(workdir)
         saves = Checkpointer(checkpoints, None)
-        meta = Meta(to_dict(resolved), tokenizer=description)
+        meta = Meta(to_dict(stored), tokenizer=description)
         saves.save_tree(0, lambda: importing.state_on_host(source), vars(meta))
         saves.wait()
         replace_text(workdir / CONFIG_FILE, config_text(config))
@@ -173,7 +173,7 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    for note in (*published.notes_for(config), *run.notes):
+    for note in (*published.notes_for(config.model, config.data), *run.notes):
         print(f"note: {note}")
     count = len(source.tensors) + len(source.copies)
     print(
@@ -255,7 +255,9 @@ def to_hf(command_line: Reading) -> None:
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
 
 
-def _published_config(path: pathlib.Path, config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+def _published_config(
+    path: pathlib.Path, config: StoredConfig, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """The config.json of a run's model: the one that the run began with, or a new one. path: of
     that one"""
     if os.path.lexists(path):

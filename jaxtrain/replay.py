@@ -19,23 +19,23 @@ import jax
 from etils import epath
 
 from jaxtrain import config as cfg
-from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
+from jaxtrain.checkpoint.resuming import folder_of_checkpoints, open_folder
 from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.rules.checks import Environment
-from jaxtrain.data.loader import make_loaders
+from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.loop import checked_corpus, state_on_disk, when_compiled
-from jaxtrain.pipeline.setup import Setup
+from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
-from jaxtrain.run.wall_clock import Part, WallClock
-from jaxtrain.start_lines import introduction
-from jaxtrain.training.step import make_step, start_compiling
+from jaxtrain.run.wall_clock import Phase, WallClock
+from jaxtrain.run_state import state_on_disk
+from jaxtrain.start_lines import introduction, when_compiled
+from jaxtrain.training.compiled_step import start_compiling
+from jaxtrain.training.step import make_step
 from jaxtrain.training.update.optimizer import learning_rate
 
 FIGURES = {name: metric.title for name, metric in METRICS.items() if metric.replayed}
@@ -71,61 +71,58 @@ class Recorded:
     learning_rate: float | None = None
 
 
-def replay(
-    config: Config,
-    setup: Setup,
-    folder: pathlib.Path,
-    at: int,
-    clock: WallClock,
-    unresolved: Config,
-    environment: Environment,
-) -> ExitStatus:
-    """Repeats step `at` of the run in `folder` and logs the differences. FINISHED if they are
+def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
+    """Repeats step `at` of the run in its folder and logs the differences. FINISHED if they are
     rounding, else BAD_NUMBERS.
 
-    Arguments as of loop.run, whose errors this raises; ReplayError if the folder has no record of
-    the step, or no checkpoint before it.
+    Raises the errors of loop.run; ReplayError if the folder has no record of the step, or no
+    checkpoint before it.
     """
-    clock.enter(Part.DATA)
-    checkpoints = Checkpoints(config, unresolved, environment, folder, before=at)
+    config, folder = run.config, run.folder
+    clock.enter(Phase.DATA)
+    checkpoints = open_folder(run, before=at)
     values = cluster.from_main(lambda: _read(folder, checkpoints.directory, at), ReplayError)
     recorded = Recorded(**values | {"batches": dict(values["batches"])})
     refuse_another_rate(config.optimizer, config.train, at, recorded.learning_rate, folder)
-    checkpoints.choose()
-    if not checkpoints.resumes:
+    # The newest checkpoint before the step, so that as few steps as possible are repeated.
+    chosen = checkpoints.choose()
+    if not chosen.start.resumes:
         raise ReplayError(
             f"--replay={at}: {checkpoints.directory} has no complete checkpoint before step {at}"
         )
-    corpus = checked_corpus(config, checkpoints)
-    checkpoints.log_changes()
-    clock.enter(Part.TRACING)
+    corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
+    chosen.check_corpus(corpus)
+    chosen.log_changes()
+    clock.enter(Phase.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
-        step = make_step(config, mesh, setup)
+        step = make_step(config, mesh, run.setup)
         tokens, replicas = step.abstract_batch["tokens"], step.separate_replicas
         data, held_out = make_loaders(
             corpus, config.data, tokens, replicas, config.train.eval_batches
         )
         with data, held_out, state_on_disk(step):
             compiling = start_compiling(step, executor)
-            clock.enter(Part.COMPILING)
+            clock.enter(Phase.COMPILING)
             cluster.log(*introduction(config, step), corpus.describe())
             programs = when_compiled(step, clock, compiling)
-            state = checkpoints.restore_persistent(step)
-            start = checkpoints.step
+            state, start = chosen.restore(step, corpus)
             intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
-            numbers = batches_of(range(start + 1, at + 1), checkpoints.meta.position, recorded)
+            numbers = batches_of(range(start.step + 1, at + 1), start.meta.position, recorded)
             cluster.log(
-                f"replaying step {at} from the checkpoint of step {start}, with batches "
+                f"replaying step {at} from the checkpoint of step {start.step}, with batches "
                 f"{_listed(numbers)}"
             )
-            clock.enter(Part.STEPPING)
-            for done, number in enumerate(numbers, start + 1):
+            # Local checkpoints are passed over: they are of the run's newest steps, and a run that
+            # uses the folder meanwhile removes them.
+            clock.enter(Phase.STEPPING)
+            for done, number in enumerate(numbers, start.step + 1):
                 state, metrics = programs.take(state, data.batch(number))
                 if programs.exchange and intervals.exchanges(done):
                     state = programs.exchange(state)
             metrics = step.combine_metrics(metrics) if step.combine_metrics else metrics
             figures = {name: float(metrics[name]) for name in FIGURES}
+    # A different mesh sums in another order, which is no difference that a user has to look into.
     rounding = ROUNDING[config.precision.compute]
     if config.precision.matmul != "compute":
         rounding = max(rounding, ROUNDING_FP8)
@@ -138,6 +135,8 @@ def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:
 
     Backwards from a logged step numbers are consecutive up to a roll-back.
     """
+    # Example: step 70 is logged with batch 74, since the run went back from step 65 to step 60 and
+    # passed over 5 batches. Backwards, steps 70, 69, … 61 have batches 74, 73, … 65.
     numbers: dict[int, int] = {}
     for at in reversed(steps):
         if at in recorded.batches:

@@ -1,27 +1,33 @@
-"""What a start says about its step: mesh, model, kernels, table and saved bytes, with the planned
-step; and once it is compiled, its memory and times."""
+"""The lines that a start logs about its step: mesh, model, kernels, table and saved bytes, with the
+planned step; once it is compiled, its memory and times; and the source of the state."""
 
+import concurrent.futures
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.stages import Compiled
 
-from jaxtrain.config import Config, kernels
+from jaxtrain.checkpoint.resuming import StartPoint
+from jaxtrain.config import ResolvedConfig, TrainConfig, kernels
 from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
+from jaxtrain.devices import cluster
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.planner.for_training import plan_at_hand
+from jaxtrain.run.wall_clock import Phase, WallClock
+from jaxtrain.training.compiled_step import Programs, compiled_memory
 from jaxtrain.training.state import bytes_on_disk, bytes_per_device
-from jaxtrain.training.step import Step, compiled_memory
+from jaxtrain.training.step import Step
 
 
 def mebibytes(n: float) -> str:
     return f"{n / 2**20:,.1f}"
 
 
-def introduction(config: Config, step: Step) -> list[str]:
+def introduction(config: ResolvedConfig, step: Step) -> list[str]:
     """Lines about a step, compiled or not: mesh, model, table, slots, the planned step."""
     d, m, device = config.data, config.model, step.mesh.devices.flat[0]
     lines = [
@@ -38,10 +44,13 @@ def introduction(config: Config, step: Step) -> list[str]:
     case = kernels.attention_case(
         target_device_of(device), m, d, config.mesh, config.parallel, config.precision
     )
+    # Which kernels run depends on the device and the shapes, not on a setting alone, so a user
+    # cannot tell from the config.
     lines += [
         *kernels.describe_products(config.precision, case.device),
         *kernels.describe(m, case),
     ]
+    # Below 1 % it is norms' scales and biases, which nobody would shard.
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         lines.append(
@@ -74,7 +83,7 @@ def introduction(config: Config, step: Step) -> list[str]:
     return lines + plan_at_hand(config, device.device_kind).lines()
 
 
-def _expert_capacity(config: Config, step: Step) -> str:
+def _expert_capacity(config: ResolvedConfig, step: Step) -> str:
     """A line with the most routed tokens that one device's experts can receive, for experts that
     are split over `expert`."""
     m, sizes = config.model, step.mesh.shape
@@ -107,12 +116,12 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
     """Lines about a compiled step: its memory, if the platform reports it, and the seconds of
     tracing and compiling."""
     settings: Any = jax.config  # its attributes have no declared types
-    again = (
+    not_kept = (
         ""
         if settings.jax_enable_compilation_cache
         else " (again at each start: compiled programs are not kept)"
     )
-    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{again}"]
+    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{not_kept}"]
     if memory := compiled_memory(compiled):
         state = mebibytes(bytes_per_device(step.abstract_state()))
         lines.insert(
@@ -123,8 +132,38 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
     return lines
 
 
+def when_compiled(
+    step: Step,
+    clock: WallClock,
+    compiling: concurrent.futures.Future[Programs],
+    others: Sequence[concurrent.futures.Future] = (),
+) -> Programs:
+    """Waits for a step's programs, and logs their memory and times.
+
+    others: compilations that have to end too: a GPU's compiler tries kernels out on the device,
+    which has to be idle then.
+    """
+    # The step first, which takes longest: the others have mostly ended by then.
+    programs = compiling.result()
+    for other in others:
+        other.result()
+    clock.enter(Phase.STATE)
+    tracing, seconds = clock.spent(Phase.TRACING), clock.spent(Phase.COMPILING)
+    cluster.log(*as_compiled(step, programs.train, tracing, seconds))
+    return programs
+
+
+def beginning(train: TrainConfig, start: StartPoint) -> str:
+    """A line with the source of the state."""
+    origin = train.init_from
+    if start.resumes:
+        rest = f"; train.init_from={origin} is passed over" if origin else ""
+        return f"continuing from {start.source}{rest}"
+    return f"starting: weights from {origin or f'seed {train.seed}'}"
+
+
 def before_a_dry_run(
-    config: Config, step: Step, compiled: Compiled, tracing: float, compiling: float
+    config: ResolvedConfig, step: Step, compiled: Compiled, tracing: float, compiling: float
 ) -> list[str]:
     """All lines about a step that is compiled and not run, and the sizes of its slots."""
     pools = [f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in step.slot_pools().items()]

@@ -6,14 +6,14 @@
 # uv does it where it is there, and pip where it is not, or where uv cannot. A stamp in .venv holds the Python version and the files. Where all
 # is done nothing is written: the checkout may be read-only. Interrupted, the next call starts the environment again (downloads stay in the
 # cache). Two calls at a time wait for each other.
-# Environment variables: PYTHON, the interpreter to start from (python3); JAXTRAIN_EXTRAS, what the accelerator needs: cuda13 or tpu, by a
-# requirements file of that name; it is remembered.
+# Environment variables: PYTHON, the interpreter to start from (python3); JAXTRAIN_EXTRAS, what the accelerator needs: cuda13 or tpu, a file
+# of requirements/; it is remembered.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python="$root/.venv/bin/python"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # every package of a run, and what builds jaxtrain, with its version
-PINNED=("$root/requirements.txt" "$root/requirements-indirect.txt" "$root/requirements-build.txt")
+PINNED=("$root/requirements.txt" "$root/requirements/indirect.txt" "$root/requirements/build.txt")
 AGAIN="could not install: see above; the next call tries again"
 
 stop() {
@@ -58,12 +58,12 @@ prepare_env() {
 # is_installed VERSION STAMP FILE… : whether the stamps say so. It also sets what a complete installation has in them, and `wanted_files`, the
 # files with that of the accelerator. A .venv that is a link is another checkout's, and has that one's package.
 is_installed() {
-    local version=$1 stamp="$root/.venv/.installed-$2"
+    local version=$1 stamp="$root/.venv/.installed-${2//\//-}"
     shift 2
     extras=${JAXTRAIN_EXTRAS-$(cat "$root/.venv/.extras" 2>/dev/null || true)}
     if [[ -n $extras ]]; then
-        [[ -f $root/requirements-$extras.txt ]] || stop "JAXTRAIN_EXTRAS=$extras is not known: use JAXTRAIN_EXTRAS=cuda13 or JAXTRAIN_EXTRAS=tpu"
-        set -- "$@" "$root/requirements-$extras.txt"
+        [[ -f $root/requirements/$extras.txt ]] || stop "JAXTRAIN_EXTRAS=$extras is not known: use JAXTRAIN_EXTRAS=cuda13 or JAXTRAIN_EXTRAS=tpu"
+        set -- "$@" "$root/requirements/$extras.txt"
     fi
     wanted_files=("$@") pinned="$version $(cat "${PINNED[@]}")" wanted="$version $extras $(cat "$@")"
     package="$version $root $(cat "$root/pyproject.toml" "$root/jaxtrain/__init__.py")"
@@ -73,9 +73,9 @@ is_installed() {
 }
 
 # install_once PYTHON VERSION STAMP FILE… : first the pinned packages and the package itself; then, of several files, whatever the others
-# need. The last stamp is named after the last file.
+# need. The last stamp is named after the last file, with - for /.
 install_once() {
-    local base=$1 version=$2 stamp="$root/.venv/.installed-$3" pinned_stamp="$root/.venv/.installed-pinned" busy="$root/.venv/.installing"
+    local base=$1 version=$2 stamp="$root/.venv/.installed-${3//\//-}" pinned_stamp="$root/.venv/.installed-pinned" busy="$root/.venv/.installing"
     local package_stamp="$root/.venv/.installed-package" extras pinned wanted package wanted_files said file arguments=()
     if is_installed "${@:2}"; then return; fi
 
@@ -95,7 +95,7 @@ install_once() {
     fi
     if ((${#wanted_files[@]} > 1)); then
         for file in "${wanted_files[@]}"; do arguments+=(-r "$file"); done
-        echo "installing $(for file in "${wanted_files[@]}"; do printf '%s ' "$(basename "$file")"; done)into .venv (once)" >&2
+        echo "installing $(for file in "${wanted_files[@]}"; do printf '%s ' "${file#"$root/"}"; done)into .venv (once)" >&2
         install_packages "${arguments[@]}"
         echo "$wanted" >"$stamp"
     fi

@@ -6,11 +6,11 @@
 # There are as many workers as cores; JAXTRAIN_TEST_WORKERS says otherwise.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-prepare_env requirements.txt requirements-dev.txt
+prepare_env requirements.txt requirements/dev.txt
 if [[ " $* " == *" --full "* ]]; then
-    prepare_folder .venv-compilers requirements-compilers.txt
-    prepare_folder .venv-store requirements-store.txt
-    prepare_folder .venv-transformers requirements-transformers.txt
+    prepare_folder .venv-compilers requirements/compilers.txt
+    prepare_folder .venv-store requirements/store.txt
+    prepare_folder .venv-transformers requirements/transformers.txt
 fi
 cd "$root"
 # Test files and the package are compiled once, not by each worker and each command of a test.

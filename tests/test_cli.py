@@ -14,8 +14,9 @@ import pytest
 from jaxlib import xla_client
 from support import ROOT
 
-from jaxtrain import __version__, cli, train
+from jaxtrain import __version__, cli
 from jaxtrain import config as cfg
+from jaxtrain import train_command as train
 from jaxtrain.checkpoint import steps
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe
@@ -590,7 +591,7 @@ def test_help_names_everything(capsys):
     text = " ".join(out.split())
     for path, field in cfg.fields().items():
         assert f"--config.{path}: {cfg.plain_type(field.type)} = " in text
-        assert field.metadata["doc"] in text
+        assert cfg.setting_of(field).doc in text
     for flag in (*flags.SHARED_FLAGS, *EXTRA):
         assert f"--{flag.name}=" in text and flag.doc in text
 
@@ -656,15 +657,20 @@ def test_jax_is_not_imported_and_nothing_is_written(tmp_path, flag):
 
 def test_devices_of_a_program_that_has_started_jax_distributed(monkeypatch):
     """The environment says how many this process simulates, and nothing of the others: jax is
-    believed alone."""
+    believed alone. So it is where it has devices, here eight."""
     import jax
 
+    monkeypatch.setattr(cli, "has_devices", lambda: False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     with pytest.raises(cli.FlagsError, match=DEVICES_1):
         parse()
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with monkeypatch.context() as changed:
+        changed.setattr(jax.distributed, "is_initialized", lambda: True)
+        parse()
+    monkeypatch.undo()
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     parse()
 
 
@@ -750,7 +756,7 @@ def test_an_accelerator_without_its_package_is_one_line(monkeypatch, file, name,
         f"{name} is here, and jax has no working package for it: JAXTRAIN_EXTRAS={extra} "
         "scripts/train.sh"
     )
-    assert (ROOT / f"requirements-{extra}.txt").is_file() and "\n" not in said
+    assert (ROOT / f"requirements/{extra}.txt").is_file() and "\n" not in said
     assert not startup.unused_accelerator(flags(8), lambda path: path == file)
     assert not startup.unused_accelerator(flags(0), lambda path: False)
 

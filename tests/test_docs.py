@@ -18,15 +18,14 @@ import types
 
 import pytest
 import test_imports  # its list of rooms
+from by_hand import try_docs
 from support import ROOT
 from support.hf_models import CONFIGS
 
-sys.path.append(str(ROOT / "scripts"))
-
-import try_docs
-
-from jaxtrain import cli, convert, generate, launch, train
+from jaxtrain import cli, convert, launch
+from jaxtrain import generate_command as generate
 from jaxtrain import show_schedule as schedule_command
+from jaxtrain import train_command as train
 from jaxtrain.__main__ import COMMANDS
 from jaxtrain.checkpoint import __main__ as checkpoint_command
 from jaxtrain.config import Config, fields
@@ -388,8 +387,10 @@ TEXTS = [
     *DOCUMENTS,
     *SOURCES,
     *ROOT.glob("scripts/*.sh"),
+    *ROOT.glob("tests/*/*.sh"),
     *(path for path in ROOT.glob("scripts/launch/*") if path.is_file()),
     *ROOT.glob("requirements*.txt"),
+    *ROOT.glob("requirements/*.txt"),
 ]
 FILES = {
     str(path.relative_to(ROOT))
@@ -408,7 +409,7 @@ PATH = re.compile(
 )
 # Paths that users give or get. Names in capitals stand for any name. The log and the changelog are
 # not checked: their entries are as old as their day.
-EXAMPLES = {"run.py", "mine/run.py", "planned.py", "crd.yaml", "path/file.py"}
+EXAMPLES = {"run.py", "mine.py", "mine/run.py", "planned.py", "crd.yaml", "path/file.py"}
 HISTORY = ("docs/log", "CHANGELOG.md")
 
 

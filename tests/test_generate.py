@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_hand.fuzz_configs import suggested
 from etils import epath
 from support import ROOT, small
 from support.damage import damage_numbers
 from support.plain_model import plain_model
 
-from jaxtrain import cli, generate
+from jaxtrain import cli
 from jaxtrain import config as configs
+from jaxtrain import generate_command as generate
 from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import load_parameters
@@ -32,10 +34,6 @@ from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
-
-sys.path.append(str(ROOT / "scripts"))
-
-from fuzz_configs import suggested
 
 VOCABULARY = 61
 
@@ -135,9 +133,10 @@ def test_bfloat16_over_two_devices(run):
 def test_parameters_are_those_that_were_saved(run):
     """The stack of layers in order, bit for bit, on one device and on two."""
     for devices in (None, jax.devices()[4:6]):
+        own = make_mesh((1, 1, 1, 1, 1, 2), devices) if devices else None
         with jax.set_mesh(make_mesh((1, 1, 2, 1, 1, 2), jax.devices()[:4])):  # inside another mesh
             _, params = load_parameters(
-                run / "checkpoints", 3, config().model, config().precision, False, devices
+                run / "checkpoints", 3, config().model, config().precision, False, own
             )
         assert all(
             a.sharding.device_set == set(devices or jax.devices()[:1])
@@ -382,7 +381,7 @@ def test_flags_of_random_choices_that_are_not_made(given, unused):
 )
 def test_metas_that_do_not_say_enough(meta, message):
     good = {"config": configs.to_dict(small.config()), "tokenizer": ByteTokenizer().describe()}
-    assert generate.understand(Meta.from_json(good), "7", "run")[0] == small.config()
+    assert generate.understand(Meta.from_json(good), "7", "run")[0] == small.config().to_store()
     with pytest.raises(ValueError, match=message):
         generate.understand(Meta.from_json(good | meta), "7", "run")
 
@@ -411,7 +410,7 @@ def test_flags_are_checked_without_jax(tmp_path):
     }
     program = f"""
 import sys
-from jaxtrain import generate
+from jaxtrain import generate_command as generate
 for argv in {list(cases.values())!r}:
     assert generate.main(argv) == 2
 assert "jax" not in sys.modules

@@ -3,8 +3,9 @@ modules ROOM/FOLDER/*.py in the same place or in tests/ROOM/test_FOLDER.py, and 
 that GROUPED names.
 
 Each other file of a room's tests is about several of its modules, and its docstring says what. The
-tests of whole commands and scripts stand beside the rooms' folders; benchmarks/, chaos/, extending/
-and launch/ test scripts, kills, docs/extending.md and the templates of scripts/launch.
+tests of whole commands and scripts stand beside the rooms' folders; benchmarks/, by_hand/,
+chaos/, extending/ and launch/ test scripts, fuzzers, kills, docs/extending.md and the templates of
+scripts/launch.
 """
 
 import ast
@@ -16,15 +17,20 @@ TESTS = ROOT / "tests"
 GROUPED = {
     "__main__.py": "test_package.py",
     "checkpoint/__main__.py": "checkpoint/test_command.py",
-    "checkpoint/checkpoints.py": "checkpoint/test_manager.py",
+    "checkpoint/resuming.py": "checkpoint/test_damage.py",
     "checkpoint/local_restore.py": "checkpoint/test_local.py",
     "checkpoint/manifest.py": "checkpoint/test_steps.py",
     "checkpoint/reading.py": "checkpoint/test_command.py",
     "checkpoint/storage.py": "checkpoint/test_damage.py",
     "checkpoint/subject.py": "checkpoint/test_command.py",
+    "generate_command.py": "test_generate.py",
+    "train_command.py": "test_train.py",
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
-    "config/rules/rules.py": "config/test_checks.py",
+    **{
+        f"config/rules/{name}.py": "config/test_checks.py"
+        for name in ("all_rules", "model_rules", "pipeline_rules", "rules", "run_rules")
+    },
     "config/saved_values.py": "training/test_saved_values.py",
     "devices/state_stream.py": "training/test_streamed_update.py",
     "config/splash_backward.py": "config/test_kernels.py",
@@ -32,13 +38,17 @@ GROUPED = {
     "planner/step/layer_time.py": "planner/step/test_step_time.py",
     "planner/layer/settings.py": "planner/step/test_step_model.py",
     "planner/step/time_breakdown.py": "planner/step/test_step_time.py",
+    "pipeline/prepared_run.py": "test_prepare.py",
     "planner/for_training.py": "test_imports.py",
     "planner/step/outside_layers.py": "planner/step/test_step_time.py",
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
     "planner/step/planned_op_times.py": "pipeline/test_setup.py",
     "planner/layer/layer.py": "planner/layer/test_layer_trace.py",
     "planner/layer/model.py": "planner/layer/test_layer_trace.py",
-    "data/bad_records.py": "data/test_records.py",
+    "data/reading/bad_records.py": "data/test_records.py",
+    "data/reading/json_text.py": "data/test_records.py",
+    "data/corpus_writer.py": "data/test_tokens.py",
+    "data/token_files.py": "data/test_tokens.py",
     "devices/cluster_environment.py": "devices/test_cluster.py",
     "devices/startup.py": "test_cli.py",
     "hf/entries.py": "hf/test_model_config.py",
@@ -52,6 +62,10 @@ GROUPED = {
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/attention/ring.py": "parallel/test_context.py",
     "parallel/attention/splash_fused.py": "parallel/test_splash.py",
+    "run_end.py": "test_train.py",
+    "run_state.py": "test_init_from.py",
+    "pipeline/op_times.py": "pipeline/test_setup.py",
+    "pipeline/schedule_file.py": "pipeline/test_setup.py",
     "plan.py": "planner/command/test_command.py",
     "planner/command/main.py": "planner/command/test_command.py",
     "planner/search/explain.py": "planner/command/test_command.py",
@@ -62,16 +76,28 @@ GROUPED = {
     "runtime/saved_bytes.py": "planner/step/test_saved.py",
     "runtime/tick_ops.py": "runtime/test_tick.py",
     "schedule/__main__.py": "test_show_schedule.py",
+    "schedule_flags.py": "test_show_schedule.py",
+    "schedule/cell_grid.py": "schedule/test_table.py",
     "schedule/by_name.py": "schedule/test_orders.py",
-    "schedule/clocks.py": "schedule/test_simulate.py",
+    "schedule/clocks/coupled.py": "schedule/test_simulate.py",
+    "schedule/clocks/events.py": "schedule/test_simulate.py",
+    "schedule/clocks/independent.py": "schedule/test_simulate.py",
+    "schedule/clocks/times.py": "schedule/test_simulate.py",
+    "schedule/files/table_lines.py": "schedule/test_table_csv.py",
+    "schedule/files/text.py": "schedule/test_table_csv.py",
+    "schedule/residuals.py": "schedule/test_simulate.py",
     "schedule/packing.py": "schedule/test_orders.py",
     "schedule/table_spec.py": "schedule/test_orders.py",
     "training/update/balance.py": "training/test_experts.py",
     "training/stored_op_times.py": "training/test_measured_op_times.py",
+    "training/initial_values.py": "training/test_state.py",
+    "training/parameter_layout.py": "training/test_state.py",
+    "training/compiled_step.py": "training/test_streamed_update.py",
+    "training/one_step.py": "training/test_variants.py",
     "training/step.py": "training/test_variants.py",
     "runtime/equations.py": "runtime/test_backward_split.py",
 }
-OTHER_FOLDERS = {"benchmarks", "chaos", "extending", "golden", "launch", "support"}
+OTHER_FOLDERS = {"benchmarks", "by_hand", "chaos", "extending", "golden", "launch", "support"}
 MODULES = {
     str(path.relative_to(ROOT / "jaxtrain")): path
     for path in (ROOT / "jaxtrain").rglob("*.py")

@@ -135,7 +135,7 @@ def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
 def test_all_that_the_requirements_need_is_pinned():
     """scripts/train.sh installs the lines of the two files, and looks for nothing that they
     need."""
-    direct, indirect = pins("requirements.txt"), pins("requirements-indirect.txt")
+    direct, indirect = pins("requirements.txt"), pins("requirements/indirect.txt")
     assert not direct.keys() & indirect.keys(), "each package stands in one of the files"
     reached = {(name, frozenset(requirement.extras)) for name, requirement in direct.items()}
     unread = list(reached)
@@ -144,7 +144,7 @@ def test_all_that_the_requirements_need_is_pinned():
         for need in needs(name, extras):
             package, version = canonicalize_name(need.name), importlib.metadata.version(need.name)
             assert package in direct | indirect, (
-                f"{name} needs {package}: add {package}=={version} to requirements-indirect.txt"
+                f"{name} needs {package}: add {package}=={version} to requirements/indirect.txt"
             )
             assert str((direct | indirect)[package].specifier) == f"=={version}", (
                 f"{package} {version} is installed, another one is pinned"
@@ -154,7 +154,7 @@ def test_all_that_the_requirements_need_is_pinned():
                 reached.add((package, frozenset(need.extras)))
                 unread.append((package, frozenset(need.extras)))
     unused = indirect.keys() - {package for package, _ in reached}
-    assert not unused, f"nothing needs {unused}: delete them from requirements-indirect.txt"
+    assert not unused, f"nothing needs {unused}: delete them from requirements/indirect.txt"
 
 
 # --- the wheel ------------------------------------------------------------------------------------

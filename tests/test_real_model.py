@@ -18,7 +18,7 @@ from jaxtrain import convert
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.checkpoint.steps import Meta, read_meta
 from jaxtrain.data.tokenizer import Tokenizer, prompt_ids
-from jaxtrain.generate import understand
+from jaxtrain.generate_command import understand
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.models import transformer
 from jaxtrain.run.files import CONFIG_FILE

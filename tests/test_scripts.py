@@ -1,5 +1,5 @@
-"""scripts/: the environment is made once, again when something changed or broke off, and flags pass
-through.
+"""scripts/, and the scripts of tests/ that make the same environment: it is made once, again when
+something changed or broke off, and flags pass through.
 
 With stand-ins for python3, which makes an environment whose python writes down what it is asked to
 do, and for uv.
@@ -15,7 +15,7 @@ import pytest
 from support import ROOT
 
 DISTRIBUTION = "<--dist=loadgroup><--no-loadscope-reorder>"
-REQUIREMENTS = [path.name for path in ROOT.glob("requirements*.txt")]
+OTHERS = ("tests/by_hand/try_docs.sh", "tests/support/object_store.sh")
 STAND_IN = f"""#!/usr/bin/env bash
 case "$*" in
     *version_info*) echo "${{FAKE_VERSION:-3.12}}" ;;
@@ -60,8 +60,9 @@ def repository(tmp_path):
     root.mkdir()
     shutil.copytree(ROOT / "scripts", root / "scripts")
     shutil.copytree(ROOT / ".ci", root / ".ci")
-    (root / "jaxtrain").mkdir()
-    for name in (*REQUIREMENTS, "pyproject.toml", "jaxtrain/__init__.py"):
+    shutil.copytree(ROOT / "requirements", root / "requirements")
+    for name in (*OTHERS, "requirements.txt", "pyproject.toml", "jaxtrain/__init__.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     (tmp_path / "bin").mkdir()
     for name, text in (("python3", STAND_IN), ("uv", UV)):
@@ -108,7 +109,7 @@ def pinned(root: pathlib.Path) -> list[str]:
     """The packages that training needs, as they are given to pip."""
     lines = [
         line
-        for name in ("requirements.txt", "requirements-indirect.txt", "requirements-build.txt")
+        for name in ("requirements.txt", "requirements/indirect.txt", "requirements/build.txt")
         for line in (root / name).read_text().splitlines()
     ]
     return [line for line in lines if line and not line.startswith("#")]
@@ -153,7 +154,7 @@ def test_install_once_and_pass_flags_through(repository):
     "change",
     [
         lambda root: (root / "requirements.txt").write_text("jax==1\n"),
-        lambda root: (root / "requirements-indirect.txt").write_text("numpy==1\n"),
+        lambda root: (root / "requirements/indirect.txt").write_text("numpy==1\n"),
         lambda root: shutil.rmtree(root / ".venv"),
         lambda root: (root / ".venv" / "bin" / "python").unlink(),
     ],
@@ -227,13 +228,13 @@ def test_uv_is_used_where_it_works(repository):
         "bin/python3 .venv"
     )
     assert log[1:] == [
-        f"{install} -r requirements.txt -r requirements-indirect.txt -r requirements-build.txt",
+        f"{install} -r requirements.txt -r requirements/indirect.txt -r requirements/build.txt",
         f"{install} --no-deps --no-build-isolation -e {repository}",
         trained(repository),
     ]
     status, err, log = run(repository, "scripts/test.sh", "--full", FAKE_UV="works")
-    assert log[0] == f"{install} -r requirements.txt -r requirements-dev.txt"
-    assert log[1] == f"{install} --no-deps --target .venv-compilers -r requirements-compilers.txt"
+    assert log[0] == f"{install} -r requirements.txt -r requirements/dev.txt"
+    assert log[1] == f"{install} --no-deps --target .venv-compilers -r requirements/compilers.txt"
 
 
 def test_pip_goes_on_where_uv_cannot(repository):
@@ -274,7 +275,7 @@ def test_two_calls_at_a_time_install_once(repository):
 def test_an_accelerator_s_extras_are_remembered(repository):
     assert (
         run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][3]
-        == f"{INSTALL} -r requirements-cuda13.txt"
+        == f"{INSTALL} -r requirements/cuda13.txt"
     )
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
     status, err, log = run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda")
@@ -296,7 +297,7 @@ def test_tests(repository, script):
     cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
     steps = [*CHECKS, f"<pytest><-n><{cores}>{DISTRIBUTION}<-k><a b>"]
     assert log == [
-        f"{INSTALL} -r requirements-dev.txt",
+        f"{INSTALL} -r requirements/dev.txt",
         *(f"{step}<{repository}>" for step in steps),
     ]
     assert (
@@ -308,7 +309,7 @@ def test_tests(repository, script):
 def test_the_long_tests_have_their_compilers_and_store(repository):
     """In folders of their own, once, and again after a change."""
     run(repository, "scripts/train.sh")
-    compilers = "pip --no-compile --no-deps --target .venv-compilers -r requirements-compilers.txt"
+    compilers = "pip --no-compile --no-deps --target .venv-compilers -r requirements/compilers.txt"
     _, _, log = run(
         repository, "scripts/test.sh", "--full", "--part=2/4", JAXTRAIN_TEST_WORKERS="1"
     )
@@ -319,19 +320,14 @@ def test_the_long_tests_have_their_compilers_and_store(repository):
         and log[-1] == f"<pytest><-n><1>{DISTRIBUTION}<--full><--part=2/4><{repository}>"
     )
     assert compilers not in run(repository, "scripts/test.sh", "--full")[2]
-    (repository / "requirements-compilers.txt").write_text("libtpu==1\n")
+    (repository / "requirements/compilers.txt").write_text("libtpu==1\n")
     assert compilers not in run(repository, "scripts/test.sh")[2]
     assert run(repository, "scripts/test.sh", "--full", FAKE_PIP="1")[0] == 2
     assert compilers in run(repository, "scripts/test.sh", "--full")[2]
 
 
-def test_the_long_chaos_run(repository):
-    _, _, log = run(repository, "scripts/chaos.sh", "--chaos_seed=3")
-    assert "<--full><tests/chaos><--kills=30><--chaos_seed=3>" in log[-1]
-
-
 def test_the_trial_of_the_documents(repository):
-    assert run(repository, "scripts/try_docs.sh", "--part=1/2")[2] == [
+    assert run(repository, "tests/by_hand/try_docs.sh", "--part=1/2")[2] == [
         "venv",
         PINNED,
         PACKAGE,
@@ -340,7 +336,7 @@ def test_the_trial_of_the_documents(repository):
 
 
 def test_the_object_store(repository):
-    status, err, log = run(repository, "scripts/object_store.sh")
+    status, err, log = run(repository, "tests/support/object_store.sh")
     assert (
         (status, log)
         == (
@@ -348,13 +344,13 @@ def test_the_object_store(repository):
             [],
         )
         and err
-        == "error: scripts/object_store.sh needs a folder for its data: scripts/object_store.sh "
-        "FOLDER [BUCKET]\n"
+        == "error: tests/support/object_store.sh needs a folder for its data: "
+        "tests/support/object_store.sh FOLDER [BUCKET]\n"
     )
-    status, err, log = run(repository, "scripts/object_store.sh", "data", "bucket")
+    status, err, log = run(repository, "tests/support/object_store.sh", "data", "bucket")
     assert status == 0, err
     assert (
-        log[-2].endswith("--target .venv-store -r requirements-store.txt")
+        log[-2].endswith("--target .venv-store -r requirements/store.txt")
         and log[-1] == "object_store.py data bucket"
     )
 
@@ -389,7 +385,7 @@ def test_what_cannot_be(repository, environment, message):
 
 
 def test_every_requirement_is_pinned():
-    for name in REQUIREMENTS:
+    for name in ["requirements.txt", *sorted(map(str, ROOT.glob("requirements/*.txt")))]:
         lines = [
             line
             for line in (ROOT / name).read_text().splitlines()

@@ -1,5 +1,5 @@
-"""Every script of benchmarks/, docs/ and scripts/ runs to its end at its smallest size, with the
-processes that it starts.
+"""Every script of benchmarks/, docs/, scripts/ and tests/by_hand/ runs to its end at its smallest
+size, with the processes that it starts.
 
 A script runs inside this process, which has imported jax already; the processes that it starts are
 real ones. A new file fails `test_every_script_is_run` until it has a smallest run here, or a test
@@ -18,9 +18,20 @@ from support import ROOT, hardware_file
 
 from jaxtrain.planner.programs.topology import Platform
 
-PATTERNS = ("benchmarks/*.py", "docs/*.py", "scripts/*.*", "scripts/launch/*.*")
+PATTERNS = (
+    "benchmarks/*.py",
+    "docs/*.py",
+    "scripts/*.*",
+    "scripts/launch/*.*",
+    "tests/by_hand/[!_]*.*",
+)
 SCRIPTS = sorted(
-    {str(path.relative_to(ROOT)) for pattern in PATTERNS for path in ROOT.glob(pattern)}
+    {
+        str(path.relative_to(ROOT))
+        for pattern in PATTERNS
+        for path in ROOT.glob(pattern)
+        if not path.name.startswith("test_")
+    }
 )
 
 
@@ -133,7 +144,7 @@ RUNS = {
     "docs/draw_idea.py": Smallest([f"--out={HERE}/idea.svg"], ("wrote ",)),
     "docs/draw_stages.py": Smallest([f"--out={HERE}/stages.svg"], ("wrote ",)),
     "docs/draw_step.py": Smallest([f"--out={HERE}/step.svg"], ("wrote ",)),
-    "scripts/fuzz.py": Smallest(
+    "tests/by_hand/fuzz.py": Smallest(
         [
             "--seed=1",
             "--invalid=1",
@@ -145,12 +156,12 @@ RUNS = {
         ],
         ("invalid: 1 of 1 refused",),
     ),
-    # commands are run by tests/test_try_docs.py
-    "scripts/try_docs.py": Smallest(["--list", "--part=1/5"], ("python -m jaxtrain.",)),
+    # commands are run by tests/by_hand/test_try_docs.py
+    "tests/by_hand/try_docs.py": Smallest(["--list", "--part=1/5"], ("python -m jaxtrain.",)),
     # What these start is not on every machine: Ray, and Slurm's daemons.
     "scripts/launch/ray_train.py": Smallest(["--help"], ("--gpus_per_worker",)),
-    "scripts/launch/rehearse_ray.py": Smallest([f"--packages={HERE}"], ("Ray is not in ",), 2),
-    "scripts/launch/rehearse_slurm.py": Smallest(
+    "tests/by_hand/rehearse_ray.py": Smallest([f"--packages={HERE}"], ("Ray is not in ",), 2),
+    "tests/by_hand/rehearse_slurm.py": Smallest(
         [], ("error: ",), 2, environment={"PATH": "/nowhere"}
     ),
 }
@@ -160,14 +171,12 @@ ELSEWHERE = {
     "benchmarks/import_memory.py": "tests/benchmarks/test_import_memory.py",
     "benchmarks/maxtext_compile.py": "tests/benchmarks/test_peer_ahead.py",
     "docs/write_models.py": "tests/test_docs.py",
-    "scripts/fuzz_checkpoints.py": "tests/test_fuzz_checkpoints.py",
-    "scripts/fuzz_hf.py": "tests/test_fuzz_hf.py",
-    "scripts/fuzz_published.py": "tests/test_fuzz_published.py",
-    "scripts/fuzz_tokenizers.py": "tests/test_fuzz_tokenizers.py",
-    **{
-        f"scripts/{name}.sh": "tests/test_scripts.py"
-        for name in ("train", "test", "chaos", "object_store", "try_docs", "install")
-    },
+    "tests/by_hand/try_docs.sh": "tests/test_scripts.py",
+    "tests/by_hand/fuzz_checkpoints.py": "tests/by_hand/test_fuzz_checkpoints.py",
+    "tests/by_hand/fuzz_hf.py": "tests/by_hand/test_fuzz_hf.py",
+    "tests/by_hand/fuzz_published.py": "tests/by_hand/test_fuzz_published.py",
+    "tests/by_hand/fuzz_tokenizers.py": "tests/by_hand/test_fuzz_tokenizers.py",
+    **{f"scripts/{name}.sh": "tests/test_scripts.py" for name in ("train", "test", "install")},
     **dict.fromkeys(
         ("scripts/launch/jobset.yaml", "scripts/launch/jobset_tpu.yaml"),
         "tests/launch/test_engines.py",
@@ -202,7 +211,10 @@ def test_every_script_is_run(script):
         assert '__name__ == "__main__"' not in (ROOT / script).read_text(), (
             f"{script} has no smallest run: add one to RUNS"
         )
-        used = re.compile(rf'^ *(import|from) {stem}\b|^source .*/{stem}\.sh"$', re.MULTILINE)
+        used = re.compile(
+            rf'^ *(import|from) (by_hand import .*)?\b{stem}\b|^source .*/{stem}\.sh"$',
+            re.MULTILINE,
+        )
         users = [
             other
             for other in SCRIPTS

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+import tensorstore as ts
 from etils import epath
 
 from jaxtrain import cli
@@ -25,7 +26,7 @@ from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, UnrecognizedEntry, choose
 from jaxtrain.checkpoint.stores import read_within, scheme_of, size_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
-from jaxtrain.config import Config, ConfigError, fields, flag_text, get
+from jaxtrain.config import ConfigError, StoredConfig, fields, flag_text, get
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.run import streams
@@ -190,7 +191,8 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     verified: dict[str, int] = {}  # step → bytes
     damaged: list[str] = []
     seen: set[str] = set()
-    # again where a run has deleted all, and saved others
+    # A run may go on meanwhile, and delete every step of the first look before it is read. Then the
+    # folder is looked at again, and only its newest step is read, which lives longest.
     for newest_first in (False, *[True] * LOOKS):
         folders = [folder for folder in of.folders() if folder.name not in seen]
         seen |= {folder.name for folder in folders}
@@ -263,12 +265,12 @@ def _no_such_step(place: str, present: Sequence[int], step: int) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Opened:
-    """A step that is shown or compared: its folder, meta, resolved config, and arrays by name."""
+    """A step that is shown or compared: its folder, meta, config, and arrays by name."""
 
     folder: epath.Path
     meta: Meta
-    config: Config
-    arrays: Mapping[str, reading.Array]
+    config: StoredConfig
+    arrays: Mapping[str, ts.TensorStore]
 
 
 def _open(folder: epath.Path) -> Opened:
@@ -278,7 +280,7 @@ def _open(folder: epath.Path) -> Opened:
         raise CheckpointError(f"{folder} is no complete checkpoint: {meta.why}")
     try:
         arrays = reading.open_arrays(folder, read_database(folder / STATE))
-        return Opened(folder, meta, meta.stored_config().resolve(), arrays)
+        return Opened(folder, meta, meta.stored_config(), arrays)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: its config cannot be read: {error}") from None
     except DatabaseError as error:
@@ -304,7 +306,7 @@ def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     return ExitStatus.FINISHED
 
 
-def _statistics(array: reading.Array) -> tuple[str, str, str, str]:
+def _statistics(array: ts.TensorStore) -> tuple[str, str, str, str]:
     try:
         s = reading.statistics(array)
     except DatabaseError as error:
@@ -413,7 +415,9 @@ def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     run = of.directory.parent if of.directory.name == "checkpoints" else of.directory
     try:
         with contextlib.ExitStack() as locked:
-            if flags.yes and not scheme_of(run):  # a store has no locks
+            # What to delete is decided under the lock: a run would save and delete meanwhile. A
+            # store has no locks.
+            if flags.yes and not scheme_of(run):
                 lock = RunLock(run)
                 lock.take()
                 locked.callback(lock.release)

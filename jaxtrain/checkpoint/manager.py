@@ -1,5 +1,12 @@
-"""The persistent checkpoints that a run saves: the beginning and the end of a save, and the steps
-that it sets aside or deletes.
+"""The checkpoints that a run saves while it trains. `RunCheckpoints` saves the state, and goes back
+to an earlier step. `Checkpointer` begins and ends the save of a persistent checkpoint, and sets
+steps aside or deletes them.
+
+    RunCheckpoints.save      the numbers are good     no: nothing is saved
+      Checkpointer.save      is this step saved already? the copies to the host (storage.py)
+        SaveThread           the files, in a thread, with retries (saving.py)
+        retention.py         the steps that stay, and the deletion of others
+      LocalCheckpointer.save this machine's file (local.py)
 
     directory/
       200/            a finished step; an unfinished one has another name, so it is never taken
@@ -7,25 +14,38 @@ that it sets aside or deletes.
                       storage.py)
         meta/         JSON: everything else that a run needs to resume
 
-Any mesh, placement and number of processes can restore what any other has saved (restoring.py). A
-save goes on in a thread (saving.py); retention.py says which steps stay. Before the first save,
-everything that has a step's name and is not a complete step is renamed.
+Any mesh, placement and number of processes can restore what any other has saved (resuming.py).
+Before the first save, everything that has a step's name and is not a complete step is renamed.
 """
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxtrain.checkpoint import retention, stores
+from jaxtrain.checkpoint.local import LocalCheckpointer
 from jaxtrain.checkpoint.regions import stored_arrays
+from jaxtrain.checkpoint.resuming import (
+    Candidates,
+    StartPoint,
+    choose_together,
+    restore_newest,
+    stored_state,
+)
 from jaxtrain.checkpoint.retention import NEWEST_THREE, Retention
 from jaxtrain.checkpoint.saving import Outcome, Save, SaveThread
 from jaxtrain.checkpoint.steps import (
     BROKEN,
+    VERSION,
     CheckpointError,
+    Meta,
     UnrecognizedEntry,
     choose,
     is_unfinished,
@@ -33,10 +53,148 @@ from jaxtrain.checkpoint.steps import (
     unrecognized,
 )
 from jaxtrain.checkpoint.storage import host_tree
+from jaxtrain.config import to_dict
 from jaxtrain.devices import cluster
+from jaxtrain.training.parameter_checks import Finiteness
+from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
+from jaxtrain.training.state import TrainState, with_working
 
 # Orbax warns of what users need not know, and logs with a traceback what it raises, too.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+
+class RunCheckpoints:
+    """The checkpoints of a run that trains. Every process calls every method, at the same point of
+    the program.
+
+    Args:
+      candidates: among which the run has found its start; they have its config, corpus and step.
+      start: the step that the run starts from.
+      detector: decides whether the run's numbers may be saved; its state is saved with them.
+      wall_s: returns the seconds that the run has taken, over all its starts.
+      log: gets a line for each entry that is set aside, and for each save that fails.
+
+    persistent: saves the persistent ones.
+    """
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        start: StartPoint,
+        detector: SpikeDetector,
+        wall_s: Callable[[], float],
+        log: Callable[[str], object],
+    ):
+        folder, self._step = candidates.chosen.folder, candidates.step
+        self._directory, self._config = folder.directory, folder.run.config
+        self._corpus, self._new_state = candidates.corpus, candidates.new_state
+        self._detector, self._wall_s = detector, wall_s
+        self._finite = Finiteness(self._step.mesh)
+        settings = self._config.checkpoint
+        _, stored = stored_state(self._step)
+        self.persistent = Checkpointer(
+            self._directory,
+            stored,
+            Retention(settings.keep, settings.keep_every, settings.keep_best),
+            start.unrecognized,
+            log,
+            # numbers on disk are read while they are written, and the next step would change them
+            waits=self._step.layout.disk is not None,
+        )
+        self._local: LocalCheckpointer | None = None
+        if local := candidates.local:
+            self._local = LocalCheckpointer(
+                local.files.folder, local.files.shards, local.start_id, start.step, log
+            )
+
+    def save(
+        self, at: int, state: TrainState, position: int, persistent: bool, locally: bool
+    ) -> bool:
+        """Begins the saves of step `at` that are asked for, and returns True; False, and nothing is
+        saved, if its numbers are not good. The state may be donated when this returns.
+
+        position: the number of the next batch.
+
+        Raises NumbersError if parameters that are not finite end the run.
+        """
+        # A checkpoint with bad numbers would be the newest one, which a restart takes. The loss of
+        # a step says nothing of the parameters after its update, so these are looked at themselves.
+        finite = self._finite((state.read, state.anchor))
+        if not self._detector.check_parameters(at, position, finite):
+            return False
+        meta = Meta(
+            config=to_dict(self._config),
+            version=VERSION,
+            step=at,
+            position=position,
+            wall_s=self._wall_s(),
+            checksum=self._corpus.checksum,
+            tokenizer=self._corpus.tokenizer.describe(),
+            memory=self._detector.state.to_json(),
+        )
+        if self._local and locally:
+            self._local.save(at, state.stored, dataclasses.asdict(meta))
+        if persistent:
+            self.persistent.save(at, state.stored, dataclasses.asdict(meta))
+        return True
+
+    def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
+        """Goes back to the newest complete checkpoint from before the detector's fault, or to the
+        initial state if there is no checkpoint at all. Returns the roll-back and the state.
+
+        A save that is under way is finished first. Later checkpoints are set aside, because their
+        steps are trained again. `state` is deleted, to free its memory. Nothing is compiled.
+
+        Raises NumbersError if there are checkpoints, but none from before the fault;
+        CheckpointError as `choose_together` and `restore_newest` do.
+        """
+        fault = self._detector.fault
+        assert fault
+        self.persistent.close()
+        choice = choose_together(self._directory, before=fault.since)
+        if choice.step is None and (later := choose_together(self._directory).steps):
+            raise NumbersError(
+                f"{fault.why}; the checkpoints that are kept begin with step {later[0]}, and the "
+                "run would have to go back further: keep more of them (checkpoint.keep), or make "
+                "them less often (checkpoint.every)"
+            )
+        # The loop holds these arrays until this returns, so to drop references would free nothing.
+        for array in jax.tree.leaves(state):
+            array.delete()
+        if choice.step is not None:
+            choose_again = functools.partial(choose_together, self._directory, before=fault.since)
+            stored, choice = restore_newest(
+                choice, choose_again, self._directory, *stored_state(self._step)
+            )
+            state = with_working(self._step.layout, stored)
+        else:
+            state = self._new_state()
+        at = choice.step or 0
+        # Only now that an earlier step is restored: a run that ends before this line finds the
+        # later steps at its next start, with the detector's state in them, and decides as here.
+        self.persistent.set_aside_after(at, f"the run went back to step {at}")
+        position = choice.meta.position if fault.batch is None else fault.batch + 1
+        detector = DetectorState.from_json(choice.meta.memory)
+        rollback = Rollback(fault.at, at, position, fault.why, detector)
+        if self._local:
+            self._local.give_up(at)
+        return rollback, state
+
+    def finish(self, at: int) -> None:
+        """Waits for the last save. Local checkpoints are removed if step `at`, the last, is saved
+        persistently.
+
+        Raises CheckpointError if the last save has failed.
+        """
+        self.persistent.wait()
+        if self._local and self.persistent.newest == at:
+            self._local.forget()
+
+    def close(self) -> None:
+        """Waits for saves that are under way, whether they succeed or not."""
+        if self._local:
+            self._local.close()
+        self.persistent.close()
 
 
 class Checkpointer:
@@ -71,7 +229,7 @@ class Checkpointer:
         self._unsaved: Outcome | None = None  # a save that could not begin, if none has begun since
         self._is_last = False  # whether the save that is under way is waited for as the last one
         self._ended: list[Outcome] = []  # of saves whose figures were not asked for
-        self.longest_s = 0.0  # of the saves that have succeeded
+        self.longest_s = 0.0  # of the saves that have succeeded; 0 before the first
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
         """Begins to save, and returns once the state is copied to the host: it may be changed or
@@ -102,6 +260,8 @@ class Checkpointer:
         """
         began = time.monotonic()
         if self._steps is None:
+            # Not when the run starts: until it saves, it changes nothing in the folder. Process 0
+            # alone deletes and renames, so no process ever finds another one's work half done.
             tidied = cluster.from_main(self._tidy_up, CheckpointError)
             if tidied["why"]:
                 self._unsaved = Outcome(step, tidied["why"], 1, time.monotonic() - began)
@@ -111,11 +271,13 @@ class Checkpointer:
             self._steps, self._unsaved = set(tidied["steps"]), None
             # by now they have other names, and theirs may be those of complete steps
             self._broken = ()
+        # One save at a time: two would hold two copies of the state in the host's memory.
         self.close()
         if step in self._steps:
             return False
         arrays = tree()
         self._number += 1
+        # Noted before it is complete, on every process alike; `_settle` takes a failed one out.
         self._steps.add(step)
         save = Save(self._number, step, arrays, meta, time.monotonic() - began)
         self._thread = SaveThread(self._directory, save, self._prepare, self._conclude)
@@ -160,6 +322,7 @@ class Checkpointer:
 
     def set_aside_after(self, step: int, why: str) -> None:
         """Gives every checkpoint of a later step another name, once no save is under way."""
+        # A save that ended after the renames would bring a later step back.
         self.close()
         self._steps = None  # the next save looks again
         # A step that is saved again has the figures of its second save alone.
@@ -192,6 +355,7 @@ class Checkpointer:
         """Waits for the save that is under way, if one is, and notes how it ended."""
         if self._thread is None:
             return None
+        # Dropped first: `wait` may raise a fault of the program, and `close` is called again then.
         thread, self._thread = self._thread, None
         outcome = thread.wait()
         self._ended.append(outcome)
@@ -211,6 +375,7 @@ class Checkpointer:
 
     def _conclude(self, outcome: Outcome) -> None:
         """After a save has ended, in its thread."""
+        # Steps are deleted only when a newer one is complete, so a failed save costs none of them.
         if outcome.why and self._is_last:
             return  # whoever waits for it is told
         if outcome.why:
@@ -255,6 +420,8 @@ class Checkpointer:
                     retention.delete(list(filter(is_unfinished, self._directory.iterdir())))
             for entry in broken.values():
                 path = self._directory / entry.name
+                # What is left of an interrupted deletion is deleted if enough newer steps are
+                # complete that the policy would not retain it; all else is set aside, not lost.
                 newer = sum(step > (entry.step or 0) for step in complete)
                 if newer >= self._keep.newest and retention.is_remainder(path):
                     with contextlib.suppress(OSError):
@@ -282,6 +449,7 @@ class Checkpointer:
             self._log(f"warning: {otherwise} ({why})")
 
     def _set_aside(self, name: str, why: str) -> None:
+        # Never over an entry that was set aside before: it may be the only copy of its step.
         number = 1
         while stores.exists(self._directory / f"{name}{BROKEN}{number}"):
             number += 1

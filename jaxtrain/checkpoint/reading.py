@@ -1,25 +1,27 @@
 """Stored arrays read as numpy, piece by piece, by this process: to verify a step, to describe its
-arrays, or to compare those of two steps. No jax, and no device."""
+arrays, or to compare those of two steps. No jax, and no device.
+
+Begin with `open_arrays` and `read`; the others say what is done with the numbers.
+"""
 
 import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, retention, steps
-from jaxtrain.checkpoint.manifest import STATE, DatabaseError, ManifestError, Value
+from jaxtrain.checkpoint.manifest import STATE, Database, DatabaseError, ManifestError
 from jaxtrain.checkpoint.steps import CheckpointError, UnrecognizedEntry
 from jaxtrain.checkpoint.stores import kvstore, no_damage
 
 READ_BYTES = 2**27  # the most bytes of pieces that are being read at a time
 
-Index = tuple[slice, ...]
-Array = ts.TensorStore
+PieceIndex = tuple[slice, ...]  # of a piece in its array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +49,19 @@ class Difference:
     count: int
 
 
-def open_arrays(folder: epath.Path, values: Sequence[Value]) -> dict[str, Array]:
+def open_arrays(folder: epath.Path, database: Database) -> dict[str, ts.TensorStore]:
     """Opens the arrays of a step, by name; their numbers are not read yet.
-
-    values: the entries of the step's database
 
     Raises DatabaseError for a damaged description, CheckpointError for one that cannot be read.
     """
+    # Without a cache: every piece is read once, and a cache would keep a model in memory.
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
     opening = {}
-    for value in values:
+    for value in database.values:
         key, _, description = value.key.rpartition("/")
         if description == "zarr.json":
             store = {"driver": "ocdbt", "base": kvstore(folder / STATE), "path": f"{key}/"}
+            # By default TensorStore fills a missing piece with zeros; here that is damage.
             spec = {"driver": "zarr3", "kvstore": store, "fill_missing_data_reads": False}
             opening[key.replace(".", "/")] = ts.open(spec, open=True, context=context)
     try:
@@ -70,12 +72,12 @@ def open_arrays(folder: epath.Path, values: Sequence[Value]) -> dict[str, Array]
         raise DatabaseError(f"is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
-def piece_shape(array: Array) -> tuple[int, ...]:
+def piece_shape(array: ts.TensorStore) -> tuple[int, ...]:
     """The shape of the pieces in which an array is stored."""
     return tuple(max(size or 1, 1) for size in array.chunk_layout.read_chunk.shape or ())
 
 
-def _pieces(array: Array) -> Iterator[Index]:
+def _pieces(array: ts.TensorStore) -> Iterator[PieceIndex]:
     """The indices of the pieces in which an array is stored."""
     size = piece_shape(array)
     ranges = [range(0, n, step) for n, step in zip(array.shape, size, strict=True)]
@@ -86,13 +88,15 @@ def _pieces(array: Array) -> Iterator[Index]:
         )
 
 
-def read(array: Array) -> Iterator[tuple[Index, np.ndarray | None]]:
+def read(array: ts.TensorStore) -> Iterator[tuple[PieceIndex, np.ndarray | None]]:
     """Yields (index, numbers) of each piece of an array, reading several at a time; None instead of
     the numbers of a piece that is damaged or missing. Raises CheckpointError for one that cannot be
     read for another reason."""
     bytes_each = math.prod(piece_shape(array)) * array.dtype.numpy_dtype.itemsize
     most = max(READ_BYTES // max(bytes_each, 1), 1)
     indices = _pieces(array)
+    # So many pieces are read ahead that the disk or the store is busy, but no more bytes than
+    # READ_BYTES are in memory.
     under_way = collections.deque(
         (index, array[index].read()) for index in itertools.islice(indices, most)
     )
@@ -108,7 +112,7 @@ def read(array: Array) -> Iterator[tuple[Index, np.ndarray | None]]:
         under_way += ((index, array[index].read()) for index in itertools.islice(indices, 1))
 
 
-def nbytes(array: Array) -> int:
+def nbytes(array: ts.TensorStore) -> int:
     """Bytes of an array's numbers."""
     return math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
 
@@ -116,6 +120,8 @@ def nbytes(array: Array) -> int:
 def verify(folder: epath.Path, progress: Callable[[int, int], object]) -> list[str] | None:
     """Reads every byte of a step. Returns a text for each damage, [] for none; None if a run has
     deleted the step meanwhile. progress: as in `damages`."""
+    # Asked first: a run deletes a step's manifest before its other files, so a step that had one
+    # and lacks something now may be under deletion, which is no damage.
     had_manifest, meta = (folder / manifest.FILE).exists(), steps.look_at(folder)
     if isinstance(meta, UnrecognizedEntry):
         damage = [meta.why]
@@ -145,12 +151,12 @@ def damages(folder: epath.Path, progress: Callable[[int, int], object]) -> Itera
         yield str(error)
     yield from manifest.damages(folder, files)
     try:
-        values = manifest.read_database(folder / STATE)
-        arrays = open_arrays(folder, values)
+        database = manifest.read_database(folder / STATE)
+        arrays = open_arrays(folder, database)
     except DatabaseError as error:
         yield f"{STATE} {error}"
         return
-    yield from manifest.damages_between_pieces(folder, files, values)
+    yield from manifest.damages_between_pieces(folder, files, database)
     total, done = sum(map(nbytes, arrays.values())), 0
     for name, array in arrays.items():
         for index, numbers in read(array):
@@ -161,11 +167,11 @@ def damages(folder: epath.Path, progress: Callable[[int, int], object]) -> Itera
             progress(done, total)
 
 
-def _in_brackets(index: Index) -> str:
+def _in_brackets(index: PieceIndex) -> str:
     return f"[{', '.join(f'{part.start}:{part.stop}' for part in index)}]" if index else ""
 
 
-def statistics(array: Array) -> Statistics:
+def statistics(array: ts.TensorStore) -> Statistics:
     """The statistics of an array, which is read. Raises DatabaseError if it is damaged."""
     least, greatest, squares, not_finite = math.inf, -math.inf, 0.0, 0
     for _, numbers in _undamaged(array):
@@ -178,7 +184,7 @@ def statistics(array: Array) -> Statistics:
     return Statistics(least, greatest, math.sqrt(squares), not_finite)
 
 
-def difference(a: Array, b: Array) -> Difference:
+def difference(a: ts.TensorStore, b: ts.TensorStore) -> Difference:
     """The difference of two arrays of one shape, which are read; it is computed in float64.
 
     Raises DatabaseError if one of them is damaged, or if `b` cannot be read; CheckpointError if `a`
@@ -195,6 +201,7 @@ def difference(a: Array, b: Array) -> Difference:
         if differs.any():
             x, y = x[differs], y[differs]
             count += x.size
+            # a NaN in one array alone gives NaN, which counts as infinite below
             with np.errstate(invalid="ignore", over="ignore"):
                 distance = np.abs(x - y)
                 share = distance / np.maximum(np.abs(x), np.abs(y))
@@ -203,7 +210,7 @@ def difference(a: Array, b: Array) -> Difference:
     return Difference(absolute, relative, count)
 
 
-def _undamaged(array: Array) -> Iterator[tuple[Index, np.ndarray]]:
+def _undamaged(array: ts.TensorStore) -> Iterator[tuple[PieceIndex, np.ndarray]]:
     """Yields (index, numbers) like `read`, but raises DatabaseError for a damaged piece."""
     for index, numbers in read(array):
         if numbers is None:

@@ -158,9 +158,17 @@ def _group(group: Any) -> str:
     )
 
 
-def load_recipe(path: pathlib.Path) -> Config:
-    """The config that the file's get_config() returns, or that a run's config.json holds. Raises
-    RecipeError, with the line, for whatever goes wrong in it."""
+def load_recipe(recipe: str | pathlib.Path) -> Config:
+    """The config that a recipe's get_config() returns, or that a run's config.json holds. Nothing
+    is checked or filled in. Raises RecipeError, with the line, for whatever goes wrong in it.
+
+    recipe: its file, or a text as of `find_recipe`, such as the name of a shipped one
+
+    >>> from jaxtrain import load_recipe
+    >>> load_recipe("llama3_8b").model.layers
+    32
+    """
+    path = find_recipe(recipe) if isinstance(recipe, str) else recipe
     name = f"--config={str(path)!r}"
     if path.suffix == ".json":
         try:

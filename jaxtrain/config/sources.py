@@ -50,8 +50,8 @@ class Format:
     endings: the names of its files end with these, in any case.
     holds: "text": a file is a document; "records": a document a record, of the fields
       `data.text_fields`; "tokens": ids.
-    reader: module and function of jaxtrain/data/ that turn (file, runs of fields, scratch folder)
-      into pieces of documents; "" for tokens, which tokens.py maps into memory.
+    reader: module and function of jaxtrain/data/reading/ that turn (file, runs of fields, scratch
+      folder) into pieces of documents; "" for tokens, which tokens.py maps into memory.
     """
 
     title: str

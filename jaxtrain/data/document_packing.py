@@ -20,7 +20,7 @@ import numpy as np
 from jaxtrain.data.split import Stream
 from jaxtrain.data.tokens import Corpus, DataError
 
-Arrays = dict[str, np.ndarray]
+SequenceArrays = dict[str, np.ndarray]
 
 
 class Sequences:
@@ -61,18 +61,18 @@ class Sequences:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, s: int) -> Arrays:
+    def __getitem__(self, s: int) -> SequenceArrays:
         if not 0 <= s < self._count:
             raise IndexError(f"sequence {s} of {self._count}")
         begin = s * self._length
         end = begin + self._length + 1
         return self._sequence(begin, end if self.repeated else min(end, len(self._stream)))
 
-    def empty(self) -> Arrays:
+    def empty(self) -> SequenceArrays:
         """A sequence of padding: all weights 0."""
         return self._sequence(0, 0)
 
-    def _sequence(self, begin: int, end: int) -> Arrays:
+    def _sequence(self, begin: int, end: int) -> SequenceArrays:
         """The sequence of tokens [begin, end) of the stream, at most T + 1, padded to T + 1."""
         n, window = end - begin, np.zeros(self._length + 1, np.int32)
         ids = self._stream.read(self._tokens, begin, end)

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from jaxtrain.data.records import Piece
+from jaxtrain.data.reading.records import Piece
 from jaxtrain.data.tokenizer import DataError, FileTokenizer, Tokenizer
 
 # Characters encoded by a thread at a time: a multiple of the numbers to 16, so that tokens of a

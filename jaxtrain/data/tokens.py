@@ -20,9 +20,10 @@ A source is read to know its content if its files are not known. Prepared files 
 copied since are read, too, and compared with the checksums.
 
 A token file is checked and indexed where it lies; a compressed one is decompressed into the folder.
-Everything is streamed: memory does not grow with the corpus. documents.py reads files, encode.py
-encodes them, split.py holds documents out, packing.py cuts sequences, cache.py has the cache's
-folders. `data` below is the config's group of that name.
+Everything is streamed: memory does not grow with the corpus. reading/ reads files, token_files.py
+those that hold tokens, encode.py encodes documents, corpus_writer.py writes the folder, split.py
+holds documents out, document_packing.py cuts sequences, cache.py has the cache's folders. `data`
+below is the config's group of that name.
 """
 
 import concurrent.futures
@@ -34,7 +35,6 @@ import json
 import os
 import pathlib
 import re
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,16 +43,24 @@ import numpy as np
 
 from jaxtrain.config import ConfigError, sources
 from jaxtrain.config.sources import File
-from jaxtrain.data import cache, documents
-from jaxtrain.data.bad_records import Skipped
-from jaxtrain.data.compressed import is_compressed, unpack
+from jaxtrain.data import cache
+from jaxtrain.data.corpus_writer import INFO, CorpusWriter, ReadingProgress, corpus_checksum
 from jaxtrain.data.encode import cores, encode
 from jaxtrain.data.notes import notes
+from jaxtrain.data.reading import documents
+from jaxtrain.data.reading.bad_records import Skipped
+from jaxtrain.data.reading.compressed import is_compressed, unpack
 from jaxtrain.data.split import Stream, split
+from jaxtrain.data.token_files import (
+    fitting_dtype,
+    id_beyond_vocabulary,
+    map_tokens,
+    token_dtype_of,
+    token_path,
+)
 from jaxtrain.data.tokenizer import (
     ByteTokenizer,
     DataError,
-    FileTokenizer,
     NoTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -71,10 +79,9 @@ __all__ = [
     "tokenizer_from",
 ]
 
-INFO, KNOWN, NOTE = "corpus.json", "known", "at.json"
+KNOWN, NOTE = "known", "at.json"
 FORMAT = 2  # the version of a prepared folder; part of its key
 CHUNK = 4 << 20  # tokens examined at a time
-MOST_IDS = 2**24  # more than any tokenizer has
 BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
 
 
@@ -269,8 +276,8 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     file, count = source.files[0], tokenizer.vocab_size
     if file.format == "bin" and data.token_dtype == "uint16" and count > 1 << 16:
         path, use = pathlib.Path(file.path), "use --config.data.token_dtype=uint32"
-        if not is_compressed(file.path) and not _other_dtype(
-            _map_tokens(file, path, "uint16")[:CHUNK], "uint16", count
+        if not is_compressed(file.path) and not fitting_dtype(
+            map_tokens(file, path, "uint16")[:CHUNK], "uint16", count
         ):
             use = f"write {path} as uint32, and {use}"
         whose = "model.vocab_size" if isinstance(tokenizer, NoTokenizer) else "data.tokenizer"
@@ -289,7 +296,7 @@ def _key(
     """A digest of all that a prepared folder depends on, as 16 hexadecimal digits. Files count by
     what `known_by` returns, and by their paths where bad records are named."""
     fields = [data.text_fields, data.loss_mask] if source.has_fields else []
-    raw = [_token_dtype(data.token_dtype).str] if source.files[0].format == "bin" else []
+    raw = [token_dtype_of(data.token_dtype).str] if source.files[0].format == "bin" else []
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
     skip = ["skip"] if data.bad_records == "skip" and not source.holds_tokens else []
     digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw, *skip]).encode())
@@ -328,13 +335,11 @@ def _open(
     try:
         info = files.read_json(folder / INFO)
         parts, written = info["parts"], os.stat(folder / INFO).st_mtime_ns
-        checksum = _checksum(parts, info["dtype"], tokenizer)
+        checksum = corpus_checksum(parts, info["dtype"], tokenizer)
         if (folder.name, checksum) != (info["of"], info["checksum"]):
             return None
         if source.holds_tokens:
-            ids = _map_tokens(
-                source.files[0], _token_path(folder, source.files[0]), data.token_dtype
-            )
+            ids = map_tokens(source.files[0], token_path(folder, source.files[0]), data.token_dtype)
         else:
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
@@ -369,89 +374,6 @@ def _open(
     )
 
 
-def _checksum(parts: dict[str, str], dtype: str, tokenizer: Tokenizer) -> str:
-    """The checksum of a corpus whose arrays have these sha256s."""
-    content = json.dumps([parts, dtype, tokenizer.end_of_document], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-class _Writer:
-    """Appends arrays to the files of a prepared folder, and computes their checksums. The first
-    array makes a file."""
-
-    def __init__(self, folder: pathlib.Path):
-        self._folder, self._files = folder, contextlib.ExitStack()
-        self._open: dict[str, Any] = {}
-        self._digests: dict[str, Any] = {}
-
-    def append(self, name: str, array: np.ndarray, store: bool = True) -> None:
-        """Appends an array to `name`.bin and its checksum, or (store=False) to the latter alone."""
-        content = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
-        self._digests.setdefault(name, hashlib.sha256()).update(content)
-        if store:
-            # without a buffer, which would fail once more when a file on a full disk is closed
-            if name not in self._open:
-                self._open[name] = self._files.enter_context(
-                    (self._folder / f"{name}.bin").open("wb", buffering=0)
-                )
-            while content:
-                content = content[self._open[name].write(content) :]
-
-    def finish(self, tokenizer: Tokenizer, **info: Any) -> None:
-        """Syncs the files, and writes corpus.json with `info` and the checksum."""
-        for file in self._open.values():
-            os.fsync(file.fileno())
-        parts = {name: digest.hexdigest() for name, digest in self._digests.items()}
-        info |= {
-            "of": self._folder.name.partition(cache.UNFINISHED)[0],
-            "parts": parts,
-            "checksum": _checksum(parts, info["dtype"], tokenizer),
-            "tokenizer": tokenizer.describe(),
-            "prepared": time.time(),
-        }
-        if isinstance(tokenizer, FileTokenizer):
-            (self._folder / "tokenizer.json").write_bytes(tokenizer.content)
-        (self._folder / INFO).write_text(json.dumps(info, indent=1) + "\n")
-
-    def close(self) -> None:
-        self._files.close()
-
-
-def _amount(size: float) -> str:
-    """A number of bytes in kB or MB."""
-    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
-
-
-class _Progress:
-    """The part of a source's files that is read so far, and the speed in MB of text (or of token
-    files) a second: a line that a terminal shows in place, and a last line for the log."""
-
-    def __init__(self, name: str, total: int, shown: bool):
-        self._name, self._total, self._shown, self._began = name, total, shown, time.perf_counter()
-        self._done = self._read = 0
-        self._line = streams.TerminalLine(sys.stderr, shown)
-
-    def update(self, size: int, read: int) -> None:
-        """Adds `size` bytes of files, which held `read` bytes of text, and draws the line."""
-        self._read, self._done = self._read + read, self._done + size
-        part = f"{self._done / max(self._total, 1):.0%} of {_amount(self._total)}"
-        self._line.draw(f"preparing {self._name}: {part}, {self._speed()}")
-
-    def _speed(self) -> str:
-        return f"{_amount(self._read / (time.perf_counter() - self._began))}/s"
-
-    def finish(self, tokens: int, documents: int) -> None:
-        """Logs the size of the corpus and the speed."""
-        self._line.clear()
-        if self._shown:
-            what = f"{_amount(self._read)}, {documents:,} documents, {tokens:,} tokens"
-            seconds = time.perf_counter() - self._began
-            streams.log(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
-
-    def close(self) -> None:
-        self._line.clear()
-
-
 def _tokenize(
     folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool
 ) -> None:
@@ -465,8 +387,8 @@ def _tokenize(
         source, tuple(data.text_fields), tuple(data.loss_mask), folder, skipped
     )
     with (
-        contextlib.closing(_Writer(folder)) as writer,
-        contextlib.closing(_Progress(name, size, progress)) as shown,
+        contextlib.closing(CorpusWriter(folder)) as writer,
+        contextlib.closing(ReadingProgress(name, size, progress)) as shown,
     ):
         writer.append("documents", np.zeros(1, "<i8"))
         for part in encode(stream, tokenizer, dtype):
@@ -506,12 +428,12 @@ def _index(
     file = source.files[0]
     if is_compressed(file.path):
         unpack(file.path, folder / f"source.{file.format}")
-    path = _token_path(folder, file)
-    ids = _map_tokens(file, path, data.token_dtype)
+    path = token_path(folder, file)
+    ids = map_tokens(file, path, data.token_dtype)
     end, count = tokenizer.end_of_document, 0
     with (
-        contextlib.closing(_Writer(folder)) as writer,
-        contextlib.closing(_Progress(source.root.name, ids.nbytes, progress)) as shown,
+        contextlib.closing(CorpusWriter(folder)) as writer,
+        contextlib.closing(ReadingProgress(source.root.name, ids.nbytes, progress)) as shown,
         path.open("rb") as stream,
     ):
         writer.append("documents", np.zeros(1, "<i8"))
@@ -524,7 +446,7 @@ def _index(
             bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
             if len(bad):
                 where = f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]}"
-                raise _beyond(where, ids, file.format != "npy", data, tokenizer)
+                raise id_beyond_vocabulary(where, ids, file.format != "npy", data, tokenizer)
             writer.append("tokens", chunk, store=False)
             ends = (
                 np.flatnonzero(chunk == end) + first + 1
@@ -540,84 +462,3 @@ def _index(
             tokenizer, dtype=ids.dtype.str, tokens=len(ids), documents=count, masked=False
         )
         shown.finish(len(ids), count)
-
-
-def _beyond(
-    where: str, ids: np.ndarray, is_raw: bool, data: Any, tokenizer: Tokenizer
-) -> DataError:
-    """The error for an id of a token file that the tokenizer, or the model if there is no
-    tokenizer, does not have.
-
-    is_raw: True if data.token_dtype is the type of the ids; an .npy file states its own.
-    """
-    rule = f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={data.tokenizer}"
-    needed = int(ids.max()) + 1
-    if isinstance(tokenizer, NoTokenizer):
-        rule = f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0"
-    if is_raw and (dtype := _other_dtype(ids, data.token_dtype, tokenizer.vocab_size)):
-        return DataError(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
-    if ids.min() < 0 or needed > MOST_IDS:
-        what = (
-            f"what no data.token_dtype for {tokenizer.vocab_size} ids reads as ids"
-            if is_raw
-            else f"{ids.dtype} numbers, not ids"
-        )
-        return DataError(
-            f"{rule}, and no tokenizer makes it: the file holds {what}; name another data.source"
-        )
-    if isinstance(tokenizer, NoTokenizer):
-        return DataError(f"{rule}: use --config.model.vocab_size={needed}")
-    return DataError(f"{rule}: name the tokenizer that made it, or none")
-
-
-def _other_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
-    """The widest integer type with which all ids of a raw file are below `ids_known`, and which
-    has so many; or "". Types of one byte are not tried, since their ids nearly always are."""
-    content = ids.view(np.uint8)
-    for name in ("uint32", "uint16"):  # the halves of the first one may be ids, too
-        size = np.dtype(name).itemsize
-        if (
-            size != np.dtype(dtype).itemsize
-            and len(content) % size == 0
-            and ids_known <= 1 << 8 * size
-            and int(content.view(f"<u{size}").max()) < ids_known
-        ):
-            return name
-    return ""
-
-
-def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
-    """The place of a token file's tokens: the prepared folder if it was decompressed, or the file
-    itself."""
-    path = pathlib.Path(file.path)
-    return folder / f"source.{file.format}" if is_compressed(file.path) else path
-
-
-def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
-    """The tokens of a .bin or .npy file, [n], memory-mapped. Raises DataError if its size, shape or
-    type cannot be that of tokens."""
-    if file.format == "npy":
-        try:
-            ids = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise DataError(
-                f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}"
-            ) from error
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-            raise DataError(
-                f"{file.path}:1: holds {ids.dtype} of shape {ids.shape}, and must hold "
-                "integers of one dimension, at least one"
-            )
-        return ids
-    dtype, size = _token_dtype(token_dtype), path.stat().st_size
-    if size % dtype.itemsize or not size:
-        raise DataError(
-            f"{file.path}: {size} bytes are no whole number of tokens of "
-            f"data.token_dtype={token_dtype}"
-        )
-    return np.memmap(path, dtype, "r")
-
-
-def _token_dtype(name: str) -> np.dtype:
-    """The little-endian type of data.token_dtype."""
-    return np.dtype(name).newbyteorder("<")

@@ -19,10 +19,10 @@ SUFFIX = "_scale_inv"  # behind the name of a weight
 # Types of tensors are those of the files, whatever these say.
 WITHOUT_EFFECT = ("modules_to_not_convert", "dequantize")
 
-Block = tuple[int, int]
+BlockSize = tuple[int, int]
 
 
-def read_block(fields: Fields) -> Block | None:
+def read_block(fields: Fields) -> BlockSize | None:
     """The rows and columns of a block of a quantised model; None for another model. Raises HfError,
     which names the field, for a quantisation that is not built."""
     settings = fields.value(QUANTIZATION, None)
@@ -46,12 +46,12 @@ def read_block(fields: Fields) -> Block | None:
     return block[0], block[1]
 
 
-def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+def scales_shape(shape: Sequence[int], block: BlockSize) -> tuple[int, ...]:
     """The shape of the factors of a weight [out, in]."""
     return tuple(math.ceil(size / part) for size, part in zip(shape, block, strict=True))
 
 
-def scales_region(region: Sequence[range], block: Block) -> tuple[range, ...]:
+def scales_region(region: Sequence[range], block: BlockSize) -> tuple[range, ...]:
     """The region of the factors that a region of the weight needs."""
     return tuple(
         range(span.start // part, math.ceil(span.stop / part))
@@ -60,7 +60,7 @@ def scales_region(region: Sequence[range], block: Block) -> tuple[range, ...]:
 
 
 def dequantized(
-    weight: np.ndarray, scales: np.ndarray, region: Sequence[range], block: Block
+    weight: np.ndarray, scales: np.ndarray, region: Sequence[range], block: BlockSize
 ) -> np.ndarray:
     """The float32 numbers of a region [rows, columns] of a weight.
 

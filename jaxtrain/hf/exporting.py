@@ -19,16 +19,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import tensorstore as ts
 
 from jaxtrain.checkpoint import reading
-from jaxtrain.checkpoint.reading import Array
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.hf.safetensors_writer import TensorEntry, sync_folder, write_synced, write_tensors
 from jaxtrain.hf.source_files import CONFIG
-from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
 
 BLOCK_BYTES = 2**25  # of a tensor in memory
 PIECE_BYTES = 2**25  # of a checkpoint's array, read at a time; pieces have at most that many
@@ -38,7 +38,7 @@ def export_folder(
     target: pathlib.Path,
     config: Mapping[str, Any],
     tensors: Sequence[PublishedTensor],
-    arrays: Mapping[str, Array],
+    arrays: Mapping[str, ts.TensorStore],
     dtypes: Mapping[str, str],
     largest: int,
     files: Mapping[str, bytes],
@@ -122,7 +122,7 @@ def _check_absent(target: pathlib.Path) -> None:
 
 
 def tensor_rows(
-    tensor: PublishedTensor, arrays: Mapping[str, Array], dtype: np.dtype
+    tensor: PublishedTensor, arrays: Mapping[str, ts.TensorStore], dtype: np.dtype
 ) -> Iterator[np.ndarray]:
     """Yields a tensor's numbers, some rows at a time, in BLOCK_BYTES or one row.
 
@@ -143,7 +143,7 @@ def tensor_rows(
         yield block.reshape(tensor.shape) if not tensor.shape else block
 
 
-def _windows(rule: Rule, rows: range, array: Array) -> Iterator[tuple[range, ...]]:
+def _windows(rule: TensorRule, rows: range, array: ts.TensorStore) -> Iterator[tuple[range, ...]]:
     """The windows of an array that hold a rule's part of some rows of its tensor. Each has pieces
     of the array as they are stored, as many as PIECE_BYTES allow, and one at least."""
     window = rule.window(rows, array.shape)
@@ -158,7 +158,7 @@ def _windows(rule: Rule, rows: range, array: Array) -> Iterator[tuple[range, ...
     yield from itertools.product(*spans)
 
 
-def _read(rule: Rule, window: Sequence[range], array: Array) -> np.ndarray:
+def _read(rule: TensorRule, window: Sequence[range], array: ts.TensorStore) -> np.ndarray:
     """The numbers in a window of the rule's layer and expert. Raises CheckpointError if they cannot
     be read."""
     index: Any = (*rule.index, *(slice(span.start, span.stop) for span in window))

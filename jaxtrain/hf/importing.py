@@ -24,8 +24,8 @@ import numpy as np
 from jaxtrain.checkpoint.regions import StoredArray, cut_piece, piece_shape, stored_arrays
 from jaxtrain.checkpoint.restoring import expected_arrays
 from jaxtrain.checkpoint.steps import ANCHOR, PARAMETERS
-from jaxtrain.checkpoint.storage import HostArray, Parts, nested, on_devices
-from jaxtrain.config import Config
+from jaxtrain.checkpoint.storage import HostArray, Views, nested, on_devices
+from jaxtrain.config import FilledConfig, ResolvedConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.hf import source_files
@@ -33,14 +33,14 @@ from jaxtrain.hf.block_scales import SUFFIX, dequantized, scales_region, scales_
 from jaxtrain.hf.families.family import prediction_modules
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.run_config import Published, read_published
-from jaxtrain.hf.safetensors_folder import DTYPES, FP8, Region, SafetensorsFolder
-from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
+from jaxtrain.hf.safetensors_folder import DTYPES, FP8, SafetensorsFolder, TensorRegion
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
 from jaxtrain.run import streams
 from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
 
 READ_BYTES = 8 * 2**20  # of a tensor's rows that are read at a time, or one row
-Progress = Callable[[int, int], object]  # (steps done, all steps)
+ReadProgress = Callable[[int, int], object]  # (steps done, all steps)
 
 
 def silent(done: int, total: int) -> None:
@@ -59,7 +59,7 @@ class PublishedWeights:
 
     published: Published
     folder: SafetensorsFolder
-    rules: Sequence[Rule]
+    rules: Sequence[TensorRule]
     tensors: Sequence[PublishedTensor]
     copies: Mapping[str, PublishedTensor]
     arrays: Sequence[StoredArray]
@@ -77,7 +77,9 @@ class PublishedWeights:
         types = {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
         source_files.keep(self.published.files, self.published.values, types, run)
 
-    def blocks(self, tensor: str, region: Region) -> Iterator[tuple[Region, np.ndarray]]:
+    def blocks(
+        self, tensor: str, region: TensorRegion
+    ) -> Iterator[tuple[TensorRegion, np.ndarray]]:
         """The numbers of a region of a tensor by runs of its rows, each of about READ_BYTES.
 
         Raises HfError for numbers that cannot be read or are not finite.
@@ -92,7 +94,7 @@ class PublishedWeights:
             part = (range(start, min(start + count, rows.stop)), *others)
             yield part, self._numbers(self.name(tensor), part)
 
-    def _numbers(self, name: str, region: Region) -> np.ndarray:
+    def _numbers(self, name: str, region: TensorRegion) -> np.ndarray:
         numbers = self.folder.read(name, region)
         if self.folder.dtype(name) == FP8:
             block = self.published.block
@@ -107,9 +109,9 @@ class PublishedWeights:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def open_weights(published: Published, config: Config) -> PublishedWeights:
-    """The tensors of a published model, whose names, shapes and types are those of a resolved
-    config's model; no number is read.
+def open_weights(published: Published, config: FilledConfig) -> PublishedWeights:
+    """The tensors of a published model, whose names, shapes and types are those of a config's
+    model; no number is read.
 
     Raises HfError, which names file and tensor, for a file that is missing or damaged, a tensor
     that is missing or that no parameter is for, and for a wrong shape or type.
@@ -146,9 +148,9 @@ def open_weights(published: Published, config: Config) -> PublishedWeights:
     return weights
 
 
-def open_together(config: Config) -> PublishedWeights:
-    """The tensors of `train.init_from`, for a resolved config; every process must call this, and
-    opens them. Raises HfError as `open_weights` in all of them."""
+def open_together(config: ResolvedConfig) -> PublishedWeights:
+    """The tensors of `train.init_from`; every process must call this, and opens them. Raises
+    HfError as `open_weights` in all of them."""
     return cluster.in_all(
         lambda: open_weights(read_published(pathlib.Path(config.train.init_from)), config), HfError
     )
@@ -208,7 +210,7 @@ def check_copies(weights: PublishedWeights) -> None:
             raise HfError(f"{place} differs from {table}, which the model uses in its place")
 
 
-def check_numbers(weights: PublishedWeights, progress: Progress = silent) -> None:
+def check_numbers(weights: PublishedWeights, progress: ReadProgress = silent) -> None:
     """Reads every number. Raises HfError, which names file and tensor, for those that are not
     finite, and as `check_copies`."""
     for number, tensor in enumerate(weights.tensors, 1):
@@ -229,9 +231,9 @@ class PublishedArray:
     """
 
     weights: PublishedWeights
-    rules: Mapping[tuple[int, ...], Sequence[Rule]]
+    rules: Mapping[tuple[int, ...], Sequence[TensorRule]]
 
-    def read(self, window: Region, target: np.ndarray) -> None:
+    def read(self, window: TensorRegion, target: np.ndarray) -> None:
         """Fills `target` [..., *window], of any floating type, with the numbers of a window of the
         array. Raises HfError as `PublishedWeights.blocks`."""
         depth = len(next(iter(self.rules)))
@@ -243,12 +245,12 @@ class PublishedArray:
                     inside: Any = (..., *place, *_inside(covered, window[depth:]))
                     self._read_rule(rule, covered, target[inside])
 
-    def _read_rule(self, rule: Rule, window: Region, target: np.ndarray) -> None:
+    def _read_rule(self, rule: TensorRule, window: TensorRegion, target: np.ndarray) -> None:
         for region, numbers in self.weights.blocks(rule.tensor, rule.source(window)):
             rule.store(numbers, region, target, window)
 
 
-def _inside(part: Region, window: Region) -> tuple[slice, ...]:
+def _inside(part: TensorRegion, window: TensorRegion) -> tuple[slice, ...]:
     """The index of a part of a window in an array of the window."""
     return tuple(
         slice(span.start - outer.start, span.stop - outer.start)
@@ -258,7 +260,7 @@ def _inside(part: Region, window: Region) -> tuple[slice, ...]:
 
 def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
     """Array, as a checkpoint names it → its numbers; arrays that are not in it begin at zero."""
-    by_array: dict[str, dict[tuple[int, ...], list[Rule]]] = {}
+    by_array: dict[str, dict[tuple[int, ...], list[TensorRule]]] = {}
     for rule in weights.rules:
         by_array.setdefault(rule.array, {}).setdefault(rule.index, []).append(rule)
     return {
@@ -272,7 +274,7 @@ def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
 
 
 def state_on_devices(
-    weights: PublishedWeights, step: Step, progress: Progress = silent
+    weights: PublishedWeights, step: Step, progress: ReadProgress = silent
 ) -> TrainState:
     """The stored part of the state before its first step, on the devices of a run. Each process
     reads what its devices hold. Raises HfError as `PublishedWeights.blocks`."""
@@ -304,11 +306,11 @@ def read_together(weights: PublishedWeights, step: Step) -> TrainState:
     return with_working(step.layout, cluster.in_all(read, HfError))
 
 
-def _fill(numbers: PublishedArray | None, lead: int, parts: Parts) -> None:
-    """Fills parts of shards. numbers: None for zeros; lead: dimensions of replicas"""
+def _fill(numbers: PublishedArray | None, lead: int, views: Views) -> None:
+    """Fills views of shards. numbers: None for zeros; lead: dimensions of replicas"""
     if numbers is None:
         return
-    for target, index in parts:
+    for target, index in views:
         # the index ends in an Ellipsis
         numbers.read([range(part.start, part.stop) for part in index[lead:-1]], target)
 
@@ -322,7 +324,7 @@ class DeferredPiece:
     storage.py ask of an array."""
 
     numbers: PublishedArray
-    window: Region
+    window: TensorRegion
     dtype: np.dtype
 
     @property

@@ -7,7 +7,7 @@
     data.sequence_length        at most what a learned position table has, unless they name one
     all others                  those of flags and recipe
 
-A recipe says what differs from the defaults of config/settings.py; a default is nobody's choice.
+A recipe says what differs from the defaults of config/groups/; a default is nobody's choice.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, ModelConfig
+from jaxtrain.config import Config, ConfigError, DataConfig, ModelConfig
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules.checks import field_violation
 from jaxtrain.config.sources import holds_tokens
-from jaxtrain.hf.block_scales import Block, read_block
+from jaxtrain.hf.block_scales import BlockSize, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
 from jaxtrain.hf.model_config import FREE, differing, read_model
@@ -38,7 +38,7 @@ class Origin:
     """The settings that a run takes from the model that it starts from.
 
     folder: of the published model; place: the file that has the settings
-    model: not resolved; tokenizer: a path, "" if there is none; notes: lines for people
+    tokenizer: a path, "" if there is none; notes: lines for people
     """
 
     folder: pathlib.Path
@@ -47,15 +47,15 @@ class Origin:
     tokenizer: str
     notes: tuple[str, ...]
 
-    def notes_for(self, config: Config) -> tuple[str, ...]:
-        """The notes for a run with this config, which may leave out prediction modules."""
+    def notes_for(self, model: ModelConfig, data: DataConfig) -> tuple[str, ...]:
+        """The notes for a run of this model, which may leave out prediction modules."""
         notes = self.notes
-        if self.model.mtp_depth and not config.model.mtp_depth:
+        if self.model.mtp_depth and not model.mtp_depth:
             notes += (
                 f"model.mtp_depth=0 leaves out prediction modules: {self.place} says "
                 f"{self.model.mtp_depth}",
             )
-        return notes + notes_of_length(config, self.place)
+        return notes + notes_of_length(data, self.place)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Published(Origin):
     files: Mapping[str, bytes]
     values: Mapping[str, Any]
     family: Family
-    block: Block | None
+    block: BlockSize | None
 
     @property
     def prediction_fields(self) -> list[str]:
@@ -146,10 +146,10 @@ def read_origin(folder: str, workdir: str) -> Origin:
     return read_published(path)
 
 
-def notes_of_length(config: Config, place: pathlib.Path) -> tuple[str, ...]:
+def notes_of_length(data: DataConfig, place: pathlib.Path) -> tuple[str, ...]:
     """A note if a run's sequences are longer than those of its published model, whose config.json
     is at `place`."""
-    length, longest = config.data.sequence_length, read_json(place).get("max_position_embeddings")
+    length, longest = data.sequence_length, read_json(place).get("max_position_embeddings")
     # flags may have no number
     if not (isinstance(length, int) and isinstance(longest, int) and 0 < longest < length):
         return ()
@@ -196,7 +196,7 @@ def started_from(
     if config.model.mtp_depth == 0:  # the modules may be left out
         model = dataclasses.replace(model, mtp_depth=0)
     if setting := _contradiction(config.model, model):
-        name, value = f"model.{setting}", getattr(Config(model=model).resolve().model, setting)
+        name, value = f"model.{setting}", getattr(Config(model=model).fill().model, setting)
         raise ConfigError(
             name,
             getattr(config.model, setting),

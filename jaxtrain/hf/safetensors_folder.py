@@ -44,7 +44,7 @@ MOST_TENSORS, MOST_NAME, MOST_DIMENSIONS, MOST_NUMBERS = 500_000, 255, 8, 2**40
 PAGE = 4096  # gaps of fewer bytes are read along with their surroundings, as the disk does
 BUFFER = 4 * 2**20  # bytes that are read at a time where there are such gaps
 
-Region = Sequence[range]  # the consecutive indices of each dimension
+TensorRegion = Sequence[range]  # the consecutive indices of each dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class SafetensorsFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def read(self, name: str, region: Region) -> np.ndarray:
+    def read(self, name: str, region: TensorRegion) -> np.ndarray:
         """The numbers of a region of a tensor, in the type of the file, which is one of READ.
 
         Raises HfError if the file cannot be read, or was cut short meanwhile.
@@ -221,7 +221,9 @@ def _are_counts(numbers: Any) -> bool:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def _read_region(descriptor: int, entry: FileTensor, region: Region, numbers: np.ndarray) -> None:
+def _read_region(
+    descriptor: int, entry: FileTensor, region: TensorRegion, numbers: np.ndarray
+) -> None:
     """Fills a contiguous array with the numbers of a region, which has some.
 
     The region's bytes are runs of one length. Runs that lie close together are read in blocks with

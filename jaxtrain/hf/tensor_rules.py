@@ -17,7 +17,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rule:
+class TensorRule:
     """A published tensor, and where a checkpoint has its numbers.
 
     tensor:    its name
@@ -140,17 +140,17 @@ class PublishedTensor:
 
     name: str
     shape: tuple[int, ...]
-    rules: tuple[Rule, ...]
+    rules: tuple[TensorRule, ...]
 
 
 def published_tensors(
-    rules: Sequence[Rule], shapes: Mapping[str, Sequence[int]]
+    rules: Sequence[TensorRule], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[PublishedTensor]:
     """The tensors that a folder has by these rules.
 
     shapes: stored array → shape
     """
-    by_tensor: dict[str, list[Rule]] = {}
+    by_tensor: dict[str, list[TensorRule]] = {}
     for rule in rules:
         by_tensor.setdefault(rule.tensor, []).append(rule)
     for name, parts in by_tensor.items():
@@ -159,7 +159,7 @@ def published_tensors(
         yield PublishedTensor(name, shape[::-1] if parts[0].transpose else shape, tuple(parts))
 
 
-def check_coverage(rules: Sequence[Rule], shapes: Mapping[str, Sequence[int]]) -> None:
+def check_coverage(rules: Sequence[TensorRule], shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises ValueError unless the rules fill each array, of these shapes, exactly once."""
     numbers = dict.fromkeys(shapes, 0)
     regions = set()

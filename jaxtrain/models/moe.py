@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import MLP_HIDDEN, MLP_IN, ROUTED, ROUTER
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import GATHERED, matmul, matrix, named
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
-from jaxtrain.parallel.experts import experts
+from jaxtrain.parallel.experts import dispatch, placement, products
+from jaxtrain.parallel.experts.activation import activated
+from jaxtrain.parallel.experts.routing import Routing, TwoSteps, choice_counts
+from jaxtrain.parallel.experts.routing_collectives import by_capacity, dropless
 from jaxtrain.parallel.tensor import flat
 
 # Added to a sum of scores, all of which may be next to 0, before it divides them (DeepSeek-V3's
@@ -67,7 +70,7 @@ class Router(nnx.Module):
     added to the logits, and so a part of the scores and of the weights (GPT-OSS).
     """
 
-    def __init__(self, cfg: ModelConfig, batch_size: int, nodes: int = 1):
+    def __init__(self, cfg: ResolvedModel, batch_size: int, nodes: int = 1):
         self.kind, self.experts, self.choices = cfg.router, cfg.experts, cfg.experts_per_token
         self.nodes = nodes
         self.scale, self.normalized = cfg.router_scale, cfg.router_normalize == "always"
@@ -109,12 +112,12 @@ class Router(nnx.Module):
         gates_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, -1)
         if self.normalized:
             gates_BTK = _normalized(gates_BTK)
-        counts, counters = [experts.counts(chosen_BTK, self.experts).sum(0)], [load[...]]
-        routing: experts.Routing | experts.TwoSteps
+        counts, counters = [choice_counts(chosen_BTK, self.experts).sum(0)], [load[...]]
+        routing: Routing | TwoSteps
         if self.capacity and drops:
-            routing, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
+            routing, dropped = by_capacity(chosen_BTK, self.experts, self.capacity)
         else:
-            routing, dropped = experts.dropless(
+            routing, dropped = dropless(
                 chosen_BTK, self.experts, self.device_capacity if drops else 0.0, self.nodes
             )
         if self.dropped is not None:
@@ -141,7 +144,7 @@ class Router(nnx.Module):
         loss = jnp.zeros(())
         if self.balance_loss:
             best = jax.lax.top_k(jax.lax.stop_gradient(scores_BTE), self.choices)[1]
-            load_BE = context.sum_over(experts.counts(best, self.experts)) * (
+            load_BE = context.sum_over(choice_counts(best, self.experts)) * (
                 self.experts / self.choices / tokens
             )
             shares_BE = _normalized(scores_BTE).sum(1) / tokens
@@ -157,10 +160,10 @@ class MoE(nnx.Module):
 
     batch_size: sequences in a step, over which the router's losses are a mean.
     nodes: that the experts' devices span, for rows that go in two steps
-    (parallel/experts/experts.py).
+    (parallel/experts/).
     """
 
-    def __init__(self, cfg: ModelConfig, residual_std: float, batch_size: int, nodes: int = 1):
+    def __init__(self, cfg: ResolvedModel, residual_std: float, batch_size: int, nodes: int = 1):
         d, f, shared = cfg.width, cfg.expert_width, cfg.shared_experts * cfg.expert_width
         self.experts, self.nodes = cfg.experts, nodes
         self.router = Router(cfg, batch_size, nodes)
@@ -179,40 +182,42 @@ class MoE(nnx.Module):
         """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` every token is
         served."""
         b, t, d = x_BTD.shape
-        gathered_BTD, x_MBTD = experts.spread(x_BTD)
+        gathered_BTD, x_MBTD = placement.spread(x_BTD)
         gates_BTK, routing = self.router(gathered_BTD, drops)
         x_MBTD = fp8.differentiable(x_MBTD, self.up.get_value())
         is_fp8 = isinstance(x_MBTD, fp8.Quantized)
         # A scale of FP8 is the largest of all numbers: empty rows are zeros then.
-        mean = 0 if is_fp8 else gates_BTK.size
-        size = experts.Size(self.experts, b, t, is_fp8, self.nodes, mean=mean)
+        mean_rows = 0 if is_fp8 else gates_BTK.size
+        spec = placement.DispatchSpec(
+            self.experts, b, t, fills_empty=is_fp8, nodes=self.nodes, mean_rows=mean_rows
+        )
         hidden = None
         if self.shared_up is not None:
             # The shared experts' first products overlap with the all-to-all to the experts, in two
             # steps with the one across nodes, their last product with the one back; so do the
             # gradients'. Left to itself XLA overlaps all of them with one of the two, or with the
             # few numbers that routing exchanges.
-            x_MERD = experts.after(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
+            x_MERD = dispatch.after_routing(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
             hidden = _activation(*_inner(x_MERD, self.shared_up, self.shared_gate))
-        sent = experts.send_across(x_MBTD, routing, size)
-        in_steps = isinstance(routing, experts.TwoSteps)
+        sent = dispatch.to_gateways(x_MBTD, routing, spec)
+        in_steps = isinstance(routing, TwoSteps)
         if hidden is not None and in_steps:
-            sent, hidden = experts.together(sent, hidden)
-        received, gates = experts.send(sent, gates_BTK, routing, size)
+            sent, hidden = dispatch.behind_one_barrier(sent, hidden)
+        received, gates = dispatch.to_experts(sent, gates_BTK, routing, spec)
         received = named(ROUTED, received)
         if hidden is not None and not in_steps:
-            received, hidden = experts.together(received, hidden)
+            received, hidden = dispatch.behind_one_barrier(received, hidden)
         if hidden is not None:
             hidden = named(MLP_HIDDEN, hidden)
-        inner = _inner(received, self.up, self.gate, routing.sizes, mean)
-        h = experts.activated(_activation, inner, gates, routing.sizes, mean)
+        inner = _inner(received, self.up, self.gate, routing.sizes, mean_rows)
+        h = activated(_activation, inner, gates, routing.sizes, mean_rows)
         h = named(MLP_HIDDEN, h)
-        y_MBTD = experts.product_received(h, _matrices(self.down, h), routing, size)
+        y_MBTD = products.product_combined(h, _matrices(self.down, h), routing, spec)
         if hidden is not None and self.shared_down is not None:
             down = _matrices(self.shared_down, hidden)
-            shared = experts.product(hidden, down, None, experts.ROWS)
+            shared = products.product(hidden, down, None, products.ROWS)
             y_MBTD += shared.reshape(y_MBTD.shape)
-        return experts.collect(y_MBTD)
+        return placement.collect(y_MBTD)
 
 
 def _matrices(weight: Parameter, x):
@@ -222,13 +227,18 @@ def _matrices(weight: Parameter, x):
     return matrices if len(matrices.shape) == 3 else fp8.mapped(lambda a: a[None], matrices)
 
 
-def _inner(x, up: Parameter, gate: Parameter | None, sizes=None, mean: int = 0) -> list[jax.Array]:
-    """The products of the experts' MLPs before the activation. sizes: tokens of each expert, in the
-    order of x; None where all tokens are one expert's. mean: that of the number of x's rows"""
+def _inner(
+    x, up: Parameter, gate: Parameter | None, sizes=None, mean_rows: int = 0
+) -> list[jax.Array]:
+    """The products of the experts' MLPs before the activation.
+
+    sizes: tokens of each expert, in the order of x; None where all tokens are one expert's
+    mean_rows: the mean number of x's rows
+    """
     if gate is None:
-        return [named(MLP_IN, experts.product(x, _matrices(up, x), sizes, experts.COLUMNS))]
+        return [named(MLP_IN, products.product(x, _matrices(up, x), sizes, products.COLUMNS))]
     weights = _matrices(up, x), _matrices(gate, x)
-    return [named(MLP_IN, y) for y in experts.two_products(x, *weights, sizes, mean)]
+    return [named(MLP_IN, y) for y in products.two_products(x, *weights, sizes, mean_rows)]
 
 
 def _activation(up: jax.Array, gate: jax.Array | None = None) -> jax.Array:

@@ -30,19 +30,19 @@ import time
 from collections.abc import Callable, Iterable
 
 from jaxtrain.run.files import LineFile, fresh, read_json_lines, replace_text
-from jaxtrain.run.wall_clock import Part, WallClock
+from jaxtrain.run.wall_clock import Phase, WallClock
 from jaxtrain.schedule.drawing import STARTS, stacked_bars
 
 GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
 # The next line is due after this fraction of the time that the start has lasted, between SHORTEST
 # and LONGEST seconds: a kill loses no more.
 GROWTH, SHORTEST, LONGEST = 0.01, 0.05, 60.0
-BEFORE_STATE = {Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING}
+BEFORE_STATE = {Phase.IMPORTS, Phase.TABLE, Phase.DATA, Phase.TRACING, Phase.COMPILING}
 LINES_PER_START = 50  # about as many of each start remain once another start follows
 SHOWN = 0.0005  # a part with a smaller share is not in the summary
-STEPPING = (Part.STEPPING.value, Part.AWAITING.value)
+STEPPING = (Phase.STEPPING.value, Phase.AWAITING.value)
 USEFUL, REDONE = "useful steps", "redone steps"  # the two parts of STEPPING
-TITLES = {Part.TABLE.value: "search for a table", Part.ENDING.value: "last save and pictures"}
+TITLES = {Phase.TABLE.value: "search for a table", Phase.ENDING.value: "last save and pictures"}
 
 
 @dataclasses.dataclass(frozen=True)

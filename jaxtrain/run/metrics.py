@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.run.files import LineFile, fresh, read_json_lines, replace_text, warned
-from jaxtrain.run.wall_clock import Part, WallClock
+from jaxtrain.run.wall_clock import Phase, WallClock
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
@@ -188,7 +188,7 @@ METRICS = {
     ),
     # of the first step of a start
     "start_up_s": Metric("s", "from the start of the command to its first finished step", host),
-    **{f"{part.value}_s": Metric("s", "its parts", host) for part in Part},
+    **{f"{phase.value}_s": Metric("s", "its parts", host) for phase in Phase},
     # of a save
     "save_s": Metric("s", "from the request to the complete checkpoint", host),
     "save_blocked_s": Metric("s", "the part of it in which training stood still", host),

@@ -3,7 +3,7 @@ the reason of an end; and the process for which the others wait. No jax.
 
 Process 0 listens, and every other process has one connection to it. Lines of JSON go both ways:
 
-    process i → 0     its number, once; then every second a beat: its step and its part of the wall
+    process i → 0     its number, once; then every second a beat: its step and its phase of the wall
                       clock; "bye" with its status before it ends
     process 0 → all   every second a beat; an ending, which ends all
 
@@ -51,13 +51,13 @@ BEHIND = 0.1
 class Beat:
     """The progress of a process.
 
-    step: the last finished one; part: of the wall clock (wall_clock.Part);
+    step: the last finished one; phase: of the wall clock (wall_clock.Phase);
     own_s: seconds of its steps in which it did not await the devices, since it began;
     data_wait_s: those of own_s in which it waited for data.
     """
 
     step: int = 0
-    part: str = ""
+    phase: str = ""
     own_s: float = 0.0
     data_wait_s: float = 0.0
 
@@ -245,7 +245,7 @@ class Peers:
                 )
                 peer.bye = self._wrong(peer, int(message["processes"]))
                 self._peer_of[connection] = self.peers[peer.process] = peer
-                self._send(connection, {"beat": dataclasses.asdict(Beat(part="meeting"))})
+                self._send(connection, {"beat": dataclasses.asdict(Beat(phase="meeting"))})
             peer.heard = self._clock()
             if "beat" in message:
                 peer.beat = Beat(**message["beat"])
@@ -373,7 +373,7 @@ def _attend(peers: Peers, place: Address, reason: Ending | None, end: float) -> 
             except PeersError:
                 fine = time.monotonic()
         peers.poll(0.1)
-        if any(peer.beat.part for peer in peers.peers.values()):
+        if any(peer.beat.phase for peer in peers.peers.values()):
             fine = time.monotonic()
         elif time.monotonic() > fine + TELLING_S:
             return Ending(

@@ -34,8 +34,9 @@ class Signals:
     `before_end()`; inside `deferred()` they ask the loop to stop.
 
     A signal that is ignored or has another handler keeps it until `deferred()`, an ignored SIGHUP
-    there too. Only the main thread may change handlers: in another thread the context leaves all
-    signals as they are.
+    there too. Where Ctrl-C has another handler, as in a notebook, a second one inside `deferred()`
+    is given to it, and the process lives on. Only the main thread may change handlers: in another
+    thread the context leaves all signals as they are.
 
     Args:
       before_end: called from another thread.
@@ -48,6 +49,8 @@ class Signals:
         self.asked_at = math.inf  # when, by time.monotonic
         self._before_end, self._notices = [before_end], notices
         self._deferring = False
+        self._interrupts = 0  # Ctrl-Cs inside `deferred()`
+        self._own_handler: Any = None  # of Ctrl-C inside `deferred()`, where the program has one
         self._taken = False  # whether signals come here
 
     def __enter__(self) -> "Signals":
@@ -93,12 +96,22 @@ class Signals:
             for n in NUMBERS
             if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
         }
+        if callable(own := before[signal.SIGINT]) and own is not _nothing:
+            self._own_handler = own
+            signal.signal(signal.SIGINT, self._give_second)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self._deferring = False
+            self._deferring, self._own_handler = False, None
+
+    def _give_second(self, number: int, frame: Any) -> None:
+        """The handler of Ctrl-C in a program that has one of its own, which it calls from the
+        second one on. `_watch` has the first."""
+        self._interrupts += 1
+        if self._interrupts > 1:
+            self._own_handler(number, frame)
 
     def _watch(self) -> None:
         while number := os.read(self._read, 1)[0]:
@@ -110,6 +123,8 @@ class Signals:
                 self.asked = True
                 if number == signal.SIGINT and self._notices:
                     streams.write_error(NOTICE)
+            elif number == signal.SIGINT and self._own_handler:
+                continue  # the main thread gives it to the program
             else:
                 for each in self._before_end:
                     each()
@@ -132,8 +147,9 @@ def _in_a_child() -> None:
     parent."""
     if _active:
         signal.set_wakeup_fd(-1)
+        ours = [_nothing, *(each._give_second for each in _active)]
         for number in NUMBERS:
-            if signal.getsignal(number) is _nothing:
+            if signal.getsignal(number) in ours:
                 signal.signal(number, signal.SIG_DFL)
         _active.clear()
 

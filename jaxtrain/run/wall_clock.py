@@ -1,4 +1,4 @@
-"""The wall time of a command by parts: each moment belongs to one part, so the parts add up.
+"""The wall time of a command by phases: each moment belongs to one phase, so the phases add up.
 
 imports · table · data · tracing · compiling · state │
 └──────────────────── the start ────────────────────┘
@@ -16,11 +16,11 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 
-SHOWN = 0.05  # seconds; a part that took less is not in the start's line
+SHOWN = 0.05  # seconds; a phase that took less is not in the start's line
 
 
-class Part(enum.Enum):
-    """The parts of a command's wall time; the value is the name in files and texts."""
+class Phase(enum.Enum):
+    """The phases of a command's wall time; the value is the name in files and texts."""
 
     IMPORTS = "imports"  # Python, jax, the processes finding each other
     TABLE = "table"  # checks of the config and the search for a table
@@ -39,38 +39,42 @@ class Part(enum.Enum):
     OTHER = "other"
 
 
-STEPS = (Part.STEPPING, Part.AWAITING, Part.WAITING)  # the parts of a loop that only takes steps
-HOST_STEPS = (Part.STEPPING, Part.WAITING)  # those of STEPS in which the devices are not awaited
+STEPS = (
+    Phase.STEPPING,
+    Phase.AWAITING,
+    Phase.WAITING,
+)  # the phases of a loop that only takes steps
+HOST_STEPS = (Phase.STEPPING, Phase.WAITING)  # those of STEPS in which the devices are not awaited
 
 
 @dataclasses.dataclass(frozen=True)
 class Current:
-    """The part that a command is at, and the seconds since it was entered or returned to."""
+    """The phase that a command is at, and the seconds since it was entered or returned to."""
 
-    part: Part
+    phase: Phase
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class _Moment:
-    """A change of parts: the seconds of each part until then, the part that began, and when."""
+    """A change of phases: the seconds of each phase until then, the phase that began, and when."""
 
-    seconds: dict[Part, float]  # never changed: other threads read it
-    part: Part
+    seconds: dict[Phase, float]  # never changed: other threads read it
+    phase: Phase
     since: float
 
-    def seconds_until(self, now: float) -> dict[Part, float]:
-        """Seconds by part, with those from this moment to `now`."""
-        spent = self.seconds.get(self.part, 0.0) + now - self.since
-        return self.seconds | {self.part: spent}
+    def seconds_until(self, now: float) -> dict[Phase, float]:
+        """Seconds by phase, with those from this moment to `now`."""
+        spent = self.seconds.get(self.phase, 0.0) + now - self.since
+        return self.seconds | {self.phase: spent}
 
 
 class WallClock:
-    """The wall time of a command by parts. One thread changes parts; any thread may ask at any
+    """The wall time of a command by phases. One thread changes phases; any thread may ask at any
     moment, without waiting.
 
     Args:
-      began: the value of `clock` when the command, and its first part, the imports, began; None:
+      began: the value of `clock` when the command, and its first phase, the imports, began; None:
         now.
       clock: returns seconds.
     """
@@ -78,19 +82,19 @@ class WallClock:
     def __init__(self, began: float | None = None, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self.began = clock() if began is None else began
-        self._moment = _Moment({}, Part.IMPORTS, self.began)
+        self._moment = _Moment({}, Phase.IMPORTS, self.began)
 
-    def enter(self, part: Part) -> None:
-        """Begins a part, and so ends the one before."""
+    def enter(self, phase: Phase) -> None:
+        """Begins a phase, and so ends the one before."""
         now = self._clock()
-        self._moment = _Moment(self._moment.seconds_until(now), part, now)
+        self._moment = _Moment(self._moment.seconds_until(now), phase, now)
 
     @contextlib.contextmanager
-    def part(self, part: Part) -> Iterator[None]:
-        """A context whose time counts for `part`, except that of such contexts inside it.
-        Afterwards, also after an exception, the part before it goes on."""
-        before = self._moment.part
-        self.enter(part)
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """A context whose time counts for `phase`, except that of such contexts inside it.
+        Afterwards, also after an exception, the phase before it goes on."""
+        before = self._moment.phase
+        self.enter(phase)
         try:
             yield
         finally:
@@ -98,38 +102,38 @@ class WallClock:
 
     @property
     def current(self) -> Current:
-        """The part that the command is at."""
+        """The phase that the command is at."""
         moment = self._moment
-        return Current(moment.part, self._clock() - moment.since)
+        return Current(moment.phase, self._clock() - moment.since)
 
     def wall_s(self) -> float:
         """Seconds since the command began."""
         return self._clock() - self.began
 
-    def spent(self, *parts: Part) -> float:
-        """Seconds of these parts together."""
+    def spent(self, *phases: Phase) -> float:
+        """Seconds of these phases together."""
         seconds = self.seconds()
-        return sum(seconds.get(part, 0.0) for part in parts)
+        return sum(seconds.get(phase, 0.0) for phase in phases)
 
-    def seconds(self) -> dict[Part, float]:
-        """Seconds of each part so far, in the order in which they began; their sum is the time
+    def seconds(self) -> dict[Phase, float]:
+        """Seconds of each phase so far, in the order in which they began; their sum is the time
         since `began`."""
         return self._moment.seconds_until(self._clock())
 
 
 def start_record(clock: WallClock) -> dict[str, float]:
-    """Seconds of the start and of each of its parts, as metrics.jsonl has them: {"start_up_s": 9.1,
+    """Seconds of the start and of its phases, as metrics.jsonl has them: {"start_up_s": 9.1,
     "imports_s": 2.0, …}."""
     seconds = clock.seconds()
-    parts = {f"{part.value}_s": round(s, 3) for part, s in seconds.items()}
-    return {"start_up_s": round(sum(seconds.values()), 3)} | parts
+    phases = {f"{phase.value}_s": round(s, 3) for phase, s in seconds.items()}
+    return {"start_up_s": round(sum(seconds.values()), 3)} | phases
 
 
 def start_line(clock: WallClock) -> str:
     """A line of text with the start's seconds, up to the first finished step."""
     seconds = clock.seconds()
-    parts = ", ".join(f"{part.value} {s:.1f}" for part, s in seconds.items() if s >= SHOWN)
-    return f"first step after {sum(seconds.values()):.1f} s: {parts}"
+    phases = ", ".join(f"{phase.value} {s:.1f}" for phase, s in seconds.items() if s >= SHOWN)
+    return f"first step after {sum(seconds.values()):.1f} s: {phases}"
 
 
 @contextlib.contextmanager

@@ -31,22 +31,22 @@ from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import fresh
 from jaxtrain.run.peers import Beat, Ending, Peer, Peers, Stragglers
-from jaxtrain.run.wall_clock import HOST_STEPS, STEPS, Current, Part, WallClock
+from jaxtrain.run.wall_clock import HOST_STEPS, STEPS, Current, Phase, WallClock
 
 BEAT_S = 1.0  # seconds between two beats
 TIMES_LONGEST = 3.0  # a limit, in longest times so far
-OTHER_PART = (
-    20  # the least limit of a start's first step and of a part that is no step, × hang_after
+OTHER_PHASE = (
+    20  # the least limit of a start's first step and of a phase that is no step, × hang_after
 )
 # Parts without a limit; a silent peer ends these too.
 ENDLESS = (
-    Part.IMPORTS,
-    Part.TABLE,
-    Part.DATA,
-    Part.TRACING,
-    Part.COMPILING,
-    Part.STATE,
-    Part.ROLLING_BACK,
+    Phase.IMPORTS,
+    Phase.TABLE,
+    Phase.DATA,
+    Phase.TRACING,
+    Phase.COMPILING,
+    Phase.STATE,
+    Phase.ROLLING_BACK,
 )
 HEAD_START_S = 5.0  # seconds that the others leave to process 0, which knows who is behind
 WRITING_S = 5.0  # seconds for the stacks: the file system may be what hangs
@@ -59,7 +59,7 @@ GOODBYE_S = 5.0
 
 
 class Patience:
-    """The limits of a process's steps and of the other parts of its wall clock. All in seconds.
+    """The limits of a process's steps and of the other phases of its wall clock. All in seconds.
 
     Args:
       hang_after: the least limit.
@@ -68,9 +68,9 @@ class Patience:
 
     def __init__(self, hang_after: float, now: float):
         self._hang_after = hang_after
-        self._longest: dict[object, float] = {}  # by part; None: of a step
-        self._since = now  # the last finished step, or the end of another part
-        self._at: Current | None = None  # the part other than a step at the last look
+        self._longest: dict[object, float] = {}  # by phase; None: of a step
+        self._since = now  # the last finished step, or the end of another phase
+        self._at: Current | None = None  # the phase other than a step at the last look
         self.step = self._finished = 0
 
     def finished(self, step: int, now: float) -> None:
@@ -87,26 +87,26 @@ class Patience:
         self._since += seconds
 
     def waited(self, current: Current, now: float) -> float:
-        """Seconds since the last finished step, or since another part began."""
-        before, self._at = self._at, None if current.part in STEPS else current
-        if before and (current.part != before.part or current.seconds < before.seconds):
-            self._note(before.part, before.seconds)
-        if current.part in STEPS:
+        """Seconds since the last finished step, or since another phase began."""
+        before, self._at = self._at, None if current.phase in STEPS else current
+        if before and (current.phase != before.phase or current.seconds < before.seconds):
+            self._note(before.phase, before.seconds)
+        if current.phase in STEPS:
             return now - self._since
         self._since = now
         return current.seconds
 
     def limit(self, current: Current) -> float:
-        """The most that `waited` may be; infinite for a part without a limit."""
-        if current.part in ENDLESS:
+        """The most that `waited` may be; infinite for a phase without a limit."""
+        if current.phase in ENDLESS:
             return float("inf")
-        is_step = current.part in STEPS
-        least = self._hang_after * (1 if is_step and self._finished > 1 else OTHER_PART)
-        longest = self._longest.get(None if is_step else current.part, 0.0)
+        is_step = current.phase in STEPS
+        least = self._hang_after * (1 if is_step and self._finished > 1 else OTHER_PHASE)
+        longest = self._longest.get(None if is_step else current.phase, 0.0)
         return max(least, TIMES_LONGEST * longest)
 
-    def _note(self, part: object, seconds: float) -> None:
-        self._longest[part] = max(self._longest.get(part, 0.0), seconds)
+    def _note(self, phase: object, seconds: float) -> None:
+        self._longest[phase] = max(self._longest.get(phase, 0.0), seconds)
 
 
 class Watchdog:
@@ -220,7 +220,7 @@ class Watchdog:
             return None
         silent = self._silent(now)
         # a step that still makes progress is well
-        if silent and (waited > self._hang_after or current.part not in STEPS):
+        if silent and (waited > self._hang_after or current.phase not in STEPS):
             return self._hung(
                 f"nothing was heard of {_names(silent)} for "
                 f"{now - min(p.heard for p in silent):.0f} s"
@@ -228,8 +228,8 @@ class Watchdog:
         if waited > limit + (HEAD_START_S if self._peers.process > 0 else 0.0):
             return self._hung(
                 f"no step was finished for {waited:.0f} s"
-                if current.part in STEPS
-                else f"{current.part.value} took {waited:.0f} s"
+                if current.phase in STEPS
+                else f"{current.phase.value} took {waited:.0f} s"
             )
         return None
 
@@ -266,7 +266,7 @@ class Watchdog:
         """A line of text: which process the others wait for, as far as this one knows."""
         current = self._clock.current
         if self._is_alone:
-            return f"it is at {current.part.value}"
+            return f"it is at {current.phase.value}"
         if silent := self._silent(time.monotonic()):
             return (
                 f"{_names(silent)} {'is' if len(silent) == 1 else 'are'} behind: stopped, or out "
@@ -278,22 +278,22 @@ class Watchdog:
         least = min(peer.beat.step for peer in processes)
         late = [peer for peer in processes if peer.beat.step == least]
         if len(late) == len(processes):
-            parts = {peer.beat.part for peer in processes}
-            usual = max(parts, key=[peer.beat.part for peer in processes].count)
-            late = [peer for peer in processes if peer.beat.part != usual]
+            phases = {peer.beat.phase for peer in processes}
+            usual = max(phases, key=[peer.beat.phase for peer in processes].count)
+            late = [peer for peer in processes if peer.beat.phase != usual]
         if not late:
-            return f"all {len(processes)} processes are at {current.part.value} after step {least}"
+            return f"all {len(processes)} processes are at {current.phase.value} after step {least}"
         return (
-            f"{_names(late)} {'is' if len(late) == 1 else 'are'} behind, at {late[0].beat.part} "
+            f"{_names(late)} {'is' if len(late) == 1 else 'are'} behind, at {late[0].beat.phase} "
             f"after step {late[0].beat.step}"
         )
 
     def _beat(self) -> Beat:
         return Beat(
             self._patience.step,
-            self._clock.current.part.value,
+            self._clock.current.phase.value,
             own_s=round(self._clock.spent(*HOST_STEPS), 4),
-            data_wait_s=round(self._clock.spent(Part.WAITING), 4),
+            data_wait_s=round(self._clock.spent(Phase.WAITING), 4),
         )
 
     def _all(self) -> list[Peer]:
@@ -325,7 +325,7 @@ class Watchdog:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with fresh(folder / f"step-{step}-process-{process}.txt").open("w") as file:
-                where = f"at {current.part.value} for {current.seconds:.0f} s"
+                where = f"at {current.phase.value} for {current.seconds:.0f} s"
                 file.write(f"process {process}, after step {step}, {where}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

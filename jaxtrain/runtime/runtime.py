@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -38,6 +38,7 @@ from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.fp8 import Fp8
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead, positions_and_segments
+from jaxtrain.runtime.layer_loops import LayerCollectives
 from jaxtrain.runtime.layer_stack import LayerStack
 from jaxtrain.runtime.saved_bytes import RuntimeLayer, examples, in_manual_region
 from jaxtrain.runtime.state_plan import ParameterPlan, SlotBytes, UnitPlan
@@ -384,8 +385,7 @@ class Runtime:
             self.placement,
             unit,
             lax.axis_index(STAGE),
-            self.zero,
-            reductions.layers[str(unit)],
+            LayerCollectives(self.zero, reductions.layers[str(unit)]),
             functools.partial(_extra_of_layer, cfg) if cfg.nope_layers else None,
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
@@ -408,7 +408,7 @@ def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
     return dataclasses.replace(ticks, columns=columns)
 
 
-def _extra_of_layer(cfg: ModelConfig, extra, layer):
+def _extra_of_layer(cfg: ResolvedModel, extra, layer):
     """A layer's positions and segments; `layer` counts from the first after the dense ones."""
     # Some layers have no rotary positions (`nope_layers`), and a unit's layers are one loop: the
     # layer's number decides inside of it.
@@ -417,7 +417,7 @@ def _extra_of_layer(cfg: ModelConfig, extra, layer):
 
 
 def _weights_normalized(
-    batch: dict, cfg: ModelConfig, steps: int, axes: tuple[str, ...]
+    batch: dict, cfg: ResolvedModel, steps: int, axes: tuple[str, ...]
 ) -> tuple[dict, jax.Array]:
     """Returns (the batch of a table of `steps` steps, whose weights sum to 1 in each, those of the
     modules of multi-token prediction together to `mtp_weight`; the number of weighted tokens: a

@@ -37,8 +37,8 @@ from jaxtrain.parallel.zero import (
     shard_shape,
     unsharded_shape,
 )
-from jaxtrain.runtime.backward_split import LayerSplit
-from jaxtrain.runtime.layer_stack import LayerRange, RecomputedLayer
+from jaxtrain.runtime.backward_split import LayerSplit, RecomputedLayer
+from jaxtrain.runtime.layer_loops import LayerRange
 from jaxtrain.runtime.saved_bytes import RuntimeLayer, as_used, bytes_of, host_rule, keep_rule
 from jaxtrain.runtime.tick_state import ModelTree, Pools, TickState, Tree, stage_dropped
 from jaxtrain.schedule.columns import ARRIVED, TickTable

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.host_memory import read_at, write_at
+from jaxtrain.runtime import overlapped
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, positions_and_segments
-from jaxtrain.runtime.layer_stack import Forward, LayerStack
+from jaxtrain.runtime.layer_stack import LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged
 from jaxtrain.runtime.updates import Updates
 from jaxtrain.schedule.columns import (
@@ -306,22 +307,22 @@ def forward_and_input_gradient(
     """FB or KB: F (or K) of the first stack's unit and B of the second one's, of two microbatches.
     buffers: of their results"""
     stack, b_stack = stacks
-    f = Forward(
+    forward = overlapped.Forward(
+        stack,
         kind,
         constants.params.layers[stack.unit],
         read_at(state.pools.activation, columns.slots.activation),
         positions_and_segments(constants.batch, columns.microbatch),
         columns.slots,
     )
-    y, g, pools = stack.forward_and_input_gradient(
-        f,
+    backward = overlapped.Backward(
         b_stack,
         constants.params.layers[b_stack.unit],
         positions_and_segments(constants.batch, columns.b_microbatch),
-        state.pools,
         columns.slots.of_overlapped_b(),
         read_at(state.pools.gradient, columns.slots.gradient),
     )
+    y, g, pools = overlapped.forward_and_input_gradient(forward, backward, state.pools)
     results = dict(zip(buffers, (y, g), strict=True))
     return dataclasses.replace(state, pools=pools, buffers=results)
 

@@ -34,6 +34,7 @@ class Evaluation:
         self._evaluate, self._params, self._batch = evaluate, params, batch
         self._batches, self._executor = batches, executor
         self._compiling: concurrent.futures.Future[Compiled] | None = None
+        self._has_run = False
 
     def start_compiling(self) -> concurrent.futures.Future[Compiled]:
         """Traces the program and begins to compile it. Returns the future of the result."""
@@ -48,6 +49,11 @@ class Evaluation:
         for batch in self._batches():
             compiled = (self._compiling or self.start_compiling()).result()
             losses.append(compiled(params, batch))
+            if not self._has_run:
+                # A GPU loads cuDNN's kernels when the program first runs. On an H200 that run
+                # failed or crashed now and then while the next one was dispatched beside it.
+                jax.block_until_ready(losses)
+                self._has_run = True
         tokens = [float(batch.tokens) for batch in losses]
         if not sum(tokens):
             return None

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.planner.step.planned_op_times import hardware_at_hand, milliseconds, op_times
-from jaxtrain.schedule.clocks import Times
+from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
@@ -117,11 +117,17 @@ def times_of(by_op: dict[str, float], table: Table, shares: Sequence[float]) -> 
 def in_order(times: Times, table: Table, dense_layers: bool = False) -> tuple[float, ...]:
     """Measured times in the order of `pipeline.times`. dense_layers: the embedding has some behind
     it"""
-    values = times.F, times.B, times.W, times.message, times.R, times.head
-    both = max(times.F, times.B, times.F + times.B - times.overlap) if table.overlaps else 0.0
-    if dense_layers:
-        return *values, both, 0.0, times.embed
-    return (*values, both) if table.overlaps else values
+    both = max(times.F, times.B, times.F + times.B - times.overlap)
+    return KnownTimes(
+        times.F,
+        times.B,
+        times.W,
+        times.message,
+        times.R,
+        times.head,
+        FB=both if table.overlaps else None,
+        embedding=times.embed if dense_layers else None,
+    ).setting()
 
 
 def _overlap_of(
@@ -161,12 +167,12 @@ def random_batch(step: Step, vocab_size: int) -> dict[str, jax.Array]:
     return {name: filled(name, a) for name, a in step.abstract_batch.items()}
 
 
-def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
+def measured_times(config: ResolvedConfig, setup: Setup) -> tuple[float, ...]:
     """F, B, W, message, R, head and, where the table or the model has them, FB and the embedding
     in milliseconds, as `pipeline.times` takes them, measured by process 0; () where F, B or W takes
     no measurable time. The optimizer's update is no op of the program that is timed.
 
-    config: resolved, of a mesh with several stages. Every process of a run must call this.
+    config: of a mesh with several stages. Every process of a run must call this.
     """
     cluster.log("measuring op times")
     mesh = make_mesh(sizes_of(config.mesh))
@@ -189,8 +195,8 @@ def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
     return tuple(cluster.from_main(lambda: known, OpTimesError))
 
 
-def planned_times(config: Config) -> tuple[float, ...]:
-    """The planner's times of a resolved config for `train.hardware` or the devices at hand, which
+def planned_times(config: ResolvedConfig) -> tuple[float, ...]:
+    """The planner's times of a config for `train.hardware` or the devices at hand, which
     a line names; () where their hardware is not known or has no peak for `precision.compute`.
     Raises HardwareError."""
     hardware = hardware_at_hand(config.train.hardware, jax.devices()[0].device_kind)
@@ -201,9 +207,9 @@ def planned_times(config: Config) -> tuple[float, ...]:
     return times
 
 
-def known_times(config: Config, folder: pathlib.Path | None) -> tuple[float, ...] | None:
-    """The op times of a resolved config: its own, or those stored in the run's folder, or planned
-    ones. Empty if its tables are made without; None if they have to be measured.
+def known_times(config: ResolvedConfig, folder: pathlib.Path | None) -> tuple[float, ...] | None:
+    """The op times of a config: its own, or those stored in the run's folder, or planned ones.
+    Empty if its tables are made without; None if they have to be measured.
 
     folder: None if nothing is read, as in a dry run
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 
 from jaxtrain.run import streams
-from jaxtrain.run.wall_clock import STEPS, Part, WallClock
+from jaxtrain.run.wall_clock import STEPS, Phase, WallClock
 from jaxtrain.training.recovery import Rollback
 
 WARM_UP = 2  # steps of a run that are not traced
@@ -39,7 +39,7 @@ class Profile:
         if self.count and at == self.start + WARM_UP and not self._failed:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
-            with self.clock.part(Part.OTHER):
+            with self.clock.phase(Phase.OTHER):
                 jax.profiler.start_trace(str(self.folder), profiler_options=options)
             self._began = self.clock.spent(*STEPS)
 
@@ -66,7 +66,7 @@ class Profile:
         if self._began is None:
             return
         self._began = None
-        with self.clock.part(Part.OTHER):
+        with self.clock.phase(Phase.OTHER):
             try:
                 jax.profiler.stop_trace()
             # the message names the file and the reason

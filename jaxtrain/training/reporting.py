@@ -14,11 +14,11 @@ from jaxtrain.run.metrics import METRICS, MetricsWriter
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.speculation import Speculation
-from jaxtrain.run.wall_clock import STEPS, Part, WallClock, start_line, start_record
+from jaxtrain.run.wall_clock import STEPS, Phase, WallClock, start_line, start_record
+from jaxtrain.training.one_step import StepMetrics, combine_replicas
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
 from jaxtrain.training.requests import Answer, Request
-from jaxtrain.training.step import StepMetrics, combine_replicas
 
 TINY = 1e-12  # the least fraction of dropped choices that is warned of: any at all
 
@@ -168,7 +168,7 @@ class Reporter:
         asked = Request.NOTHING
         if not steps:
             return asked
-        with self.goodput.clock.part(Part.AWAITING):
+        with self.goodput.clock.phase(Phase.AWAITING):
             jax.block_until_ready(steps[-1].metrics)
         self.speedometer.lap(steps[-1].at)
         self.goodput.reached(steps[-1].at)
@@ -185,7 +185,7 @@ class Reporter:
         combined; otherwise those of this process's replicas are."""
         at, metrics = pending.at, pending.of_step()
         together = together or logged or self.combine_metrics is None
-        with self.goodput.clock.part(Part.AWAITING):
+        with self.goodput.clock.phase(Phase.AWAITING):
             local = {name: _local(values) for name, values in metrics.items()}
             if self.combine_metrics is not None:
                 metrics = (

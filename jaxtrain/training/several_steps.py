@@ -14,17 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jax.stages import Compiled
 
-from jaxtrain.config import OptimizerConfig
 from jaxtrain.models.spec import is_spec
 from jaxtrain.runtime.runtime import Runtime, StepsResults
 from jaxtrain.runtime.updates import UpdateRule, UpdateRules, ValuesAndOptimizer
-from jaxtrain.training.state import ParameterLayout, TrainState
-from jaxtrain.training.update.optimizer import make_optimizer, parts_of, updates_made
+from jaxtrain.training.one_step import OneStep, StepMetrics, step_metrics
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.update.optimizer import parts_of, updates_made
 
-StepMetrics = dict[str, jax.Array]
 # (state, a batch for each step, steps to run one at a time or 0) → (state, metrics [steps])
 Train = Callable[[TrainState, Sequence[dict], jax.Array], tuple[TrainState, StepMetrics]]
 
@@ -33,23 +33,21 @@ Train = Callable[[TrainState, Sequence[dict], jax.Array], tuple[TrainState, Step
 class StepsTogether:
     """The table of several steps, with what it needs of a run.
 
-    optimizer: the settings; total: the steps of the run, for the learning rate
-    rate: step → learning rate
-    skips: updates that are not finite are to be skipped
+    one:     the same step alone
+    runtime: with the table of several steps
     """
 
-    layout: ParameterLayout
+    one: OneStep
     runtime: Runtime
-    optimizer: OptimizerConfig
-    total: int
-    rate: Callable[[ArrayLike], jax.Array]
-    skips: bool
 
     def run(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics, jax.Array]:
         """The state after the steps before the first one that should be clipped or skipped, the
         metrics [steps], those from that step on wrong, and the number of these steps. batch: of all
         steps, [steps · microbatches, sequences, T]"""
-        values = jax.tree.map(lax.with_sharding_constraint, state.params, self.layout.scattered)
+        layout = self.one.layout
+        # The table updates each data shard's part of the parameters, as the update of one step does
+        # it; ops read the gathered ones.
+        values = jax.tree.map(lax.with_sharding_constraint, state.params, layout.scattered)
         held = ValuesAndOptimizer(
             values,
             self._part(state.optimizer, "layers"),
@@ -58,60 +56,61 @@ class StepsTogether:
         results = self.runtime.several_steps(state.params, held, batch, self._rules)
         after = dataclasses.replace(
             state,
-            params=self.layout.as_held(results.updated.values),
+            params=layout.as_held(results.updated.values),
             optimizer=self._joined(results.updated),
             step=state.step + results.accepted_steps,
         )
         return after, self._metrics(state, results), results.accepted_steps
 
     def _accepts(self, loss: jax.Array, norm: jax.Array) -> jax.Array:
-        accepted = jnp.array(True)
-        if self.optimizer.clip_norm:
-            accepted &= norm < self.optimizer.clip_norm
-        if self.skips:
+        """True for a step that is neither to be clipped nor to be skipped."""
+        accepted, clip_norm = jnp.array(True), self.one.optimizer.settings.clip_norm
+        if clip_norm:
+            accepted &= norm < clip_norm
+        if self.one.skips:
             accepted &= jnp.isfinite(loss) & jnp.isfinite(norm)
         return accepted
 
     def _metrics(self, before: TrainState, results: StepsResults) -> StepMetrics:
-        """The metrics of `training/step.py`, where no step was clipped or skipped."""
-        steps = range(results.gradient_norms.shape[0])
+        """The metrics of `OneStep.train` for each step, where none was clipped or skipped."""
+        steps = results.gradient_norms.shape[0]
+        losses, rate = results.losses, self.one.optimizer.rate
         updates = updates_made(before.optimizer)
-        count = updates if self.skips else before.step
-        losses = results.losses
-        metrics = {
-            "loss": losses.loss,
-            "grad_norm": results.gradient_norms,
-            "learning_rate": jnp.stack([self.rate(count + i) for i in steps]),
-            "weighted_tokens": losses.tokens,
-            "param_norm": results.norms,
-        }
-        if losses.mtp_loss is not None:
-            metrics["mtp_loss"] = losses.mtp_loss
-        if self.skips:
-            skipped = (before.step - updates).astype(jnp.float32)
-            metrics["skipped"] = jnp.broadcast_to(skipped, len(steps))
-        return metrics
+        count, skipped = before.step, None
+        if self.one.skips:
+            # no step of this program was skipped: the number is that of the program's first state
+            count = updates
+            skipped = jnp.broadcast_to((before.step - updates).astype(jnp.float32), steps)
+        return step_metrics(
+            loss=losses.loss,
+            grad_norm=results.gradient_norms,
+            learning_rate=jnp.stack([rate(count + i) for i in range(steps)]),
+            weighted_tokens=losses.tokens,
+            param_norm=results.norms,
+            mtp_loss=losses.mtp_loss,
+            skipped=skipped,
+        )
 
     # --- the optimizer's state by part ------------------------------------------------------------
 
     @property
     def _ends(self) -> list[str]:
-        return [name for name in self.layout.specs if name != "layers"]
+        return [name for name in self.one.layout.specs if name != "layers"]
 
     @property
     def _rules(self) -> UpdateRules:
         def rule(*names: str) -> UpdateRule:
-            specs = {name: self.layout.specs[name] for name in names}
-            optimizer = make_optimizer(self.optimizer, self.total, specs)
+            specs = {name: self.one.layout.specs[name] for name in names}
+            optimizer = self.one.optimizer.of_part(specs)
 
             def update(gradients: dict, state: Any, values: dict) -> tuple[dict, Any]:
                 # A norm that clips nothing, and numbers that are finite. XLA must not know them:
                 # with another expression it fuses, and then rounds, otherwise than in one step.
                 norm, finite = lax.optimization_barrier(
-                    (jnp.float32(self.optimizer.clip_norm / 2), jnp.array(True))
+                    (jnp.float32(optimizer.settings.clip_norm / 2), jnp.array(True))
                 )
                 updated = optimizer.update(
-                    gradients, state, values, finite if self.skips else None, norm
+                    gradients, state, values, finite if self.one.skips else None, norm
                 )
                 return updated.values, updated.state
 
@@ -121,33 +120,29 @@ class StepsTogether:
 
     def _part(self, state: Any, *names: str) -> Any:
         """The optimizer's state for these parameters, from that for all."""
-        parts, trees, outline = parts_of(state, self._tree(self.layout.specs))
-        return outline.unflatten(
+        parts = parts_of(state, self._tree(self.one.layout.specs))
+        return parts.outline.unflatten(
             {name: part[name] for name in names} if follows else part
-            for part, follows in zip(parts, trees, strict=True)
+            for part, follows in zip(parts.parts, parts.follow, strict=True)
         )
 
-    def _joined(self, held: ValuesAndOptimizer) -> Any:
+    def _joined(self, updated: ValuesAndOptimizer) -> Any:
         """The optimizer's state for all parameters."""
-        specs = self.layout.specs
+        specs = self.one.layout.specs
         layers = {"layers": specs.pop("layers")}
-        of_layers, trees, outline = parts_of(held.layers, self._tree(layers))
-        of_ends, _, _ = parts_of(held.ends, self._tree(specs))
-        return outline.unflatten(
-            {**a, **b} if follows else b
-            for a, b, follows in zip(of_layers, of_ends, trees, strict=True)
-        )
+        of_layers = parts_of(updated.layers, self._tree(layers))
+        of_ends = parts_of(updated.ends, self._tree(specs))
+        pairs = zip(of_layers.parts, of_ends.parts, of_layers.follow, strict=True)
+        # Both have the count of updates, of all steps that were done: the same number.
+        return of_layers.outline.unflatten({**a, **b} if follows else b for a, b, follows in pairs)
 
     @staticmethod
     def _tree(specs: dict) -> Any:
         return jax.tree.structure(specs, is_leaf=is_spec)
 
 
-def train_several(
-    together: StepsTogether,
-    one_step: Callable[[TrainState, dict], tuple[TrainState, StepMetrics]],
-) -> Train:
-    """The function of a program of several steps.
+def train_several(together: StepsTogether) -> Train:
+    """The function of a program of several steps, for jit.
 
     Its arguments are the state, as many batches as the table has steps, and the number of steps to
     run one at a time, int32, 0 for all of them together. From the first one on that is to be
@@ -164,6 +159,8 @@ def train_several(
         shapes = jax.eval_shape(together.run, state, joined)[1]
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
+        # The table, as a loop of one trip or none. A conditional would copy the state, and two
+        # programs would need memory for two.
         def speculate(_, carry):
             before, *_ = carry
             return together.run(before, joined)
@@ -172,10 +169,12 @@ def train_several(
         tries = (alone == 0).astype(jnp.int32)
         after, metrics, accepted_steps = lax.fori_loop(0, tries, speculate, begin)
 
+        # The ordinary step, from the state after the last accepted step on. When all were accepted,
+        # which is the rule, this loop has no trip.
         def step_alone(i, carry):
             before, metrics = carry
             batch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
-            after, of_step = one_step(before, batch)
+            after, of_step = together.one.train(before, batch)
             return after, {
                 name: lax.dynamic_update_index_in_dim(metrics[name], value, i, 0)
                 for name, value in of_step.items()
@@ -185,3 +184,36 @@ def train_several(
         return lax.fori_loop(accepted_steps, end, step_alone, (after, metrics))
 
     return train
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledSteps:
+    """The compiled program of `number` steps."""
+
+    program: Compiled
+    number: int
+
+    def together(
+        self, state: TrainState, batches: Sequence[dict]
+    ) -> tuple[TrainState, StepMetrics]:
+        """The state after `number` steps and their metrics, arrays [number]. The table of several
+        steps has them if none is clipped or skipped."""
+        return self._run(state, batches, 0)
+
+    def alone(self, state: TrainState, batches: Sequence[dict]) -> tuple[TrainState, StepMetrics]:
+        """The state after up to `number` steps, run one at a time, and their metrics, arrays
+        [number] with 0 for steps that are not run."""
+        # The program has an argument for each of its steps, and does not read those behind the
+        # last: any batch will do.
+        unused = [batches[-1]] * (self.number - len(batches))
+        return self._run(state, [*batches, *unused], len(batches))
+
+    def take(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
+        """One step, as `Programs.take` (training/compiled_step.py)."""
+        state, metrics = self.alone(state, [batch])
+        return state, {name: a[0] for name, a in metrics.items()}
+
+    def _run(
+        self, state: TrainState, batches: Sequence[dict], alone: int
+    ) -> tuple[TrainState, StepMetrics]:
+        return self.program(state, tuple(batches), np.int32(alone))

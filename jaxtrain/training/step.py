@@ -1,32 +1,32 @@
-"""The training step and the evaluation as programs for a mesh, and the metrics of a step, which
-run/metrics.py describes."""
+"""The step of a run: what it consists of, its jitted programs, and bytes of its arrays.
 
-import concurrent.futures
+Begin with `make_step`. It lays out the parameters (training/parameter_layout.py), makes the
+optimizer (training/update/optimizer.py) and the runtime (runtime/runtime.py), and jits programs of
+one of three kinds:
+
+    _one_step            a step is one program (training/one_step.py)
+    _several_steps       a program of several steps besides it (training/several_steps.py)
+    streamed_step        the optimizer's state is on disk: the gradients are a program, and the
+                         updates a loop of the host (training/update/streamed_update.py)
+
+training/compiled_step.py compiles them.
+"""
+
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Compiled, Lowered, Wrapped
-from jax.typing import ArrayLike
+from jax.stages import Lowered, Wrapped
 
-from jaxtrain.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    PrecisionConfig,
-)
+from jaxtrain.config import ConfigError, DataConfig, ParallelConfig, ResolvedConfig
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
-from jaxtrain.devices import cluster, host_memory
+from jaxtrain.devices import host_memory
 from jaxtrain.devices.compiler_options import (
     DENSE,
     FP8,
@@ -35,61 +35,32 @@ from jaxtrain.devices.compiler_options import (
     SIDE_BY_SIDE,
     compiler_options,
 )
-from jaxtrain.devices.host_memory import is_on_host
-from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards, platform_of
+from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC, mesh_axes
 from jaxtrain.devices.state_file import StateFile
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
-from jaxtrain.parallel.fp8 import Fp8, fp8_of
+from jaxtrain.parallel.fp8 import fp8_of
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.run.metrics import METRICS, host
-from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
+from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.runtime.state_plan import SlotBytes
+from jaxtrain.training.initial_values import random_keys
+from jaxtrain.training.one_step import OneStep, combine_replicas
+from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.several_steps import StepsTogether, train_several
 from jaxtrain.training.state import (
-    ParameterLayout,
     TrainState,
     abstract_state,
     bytes_on_disk,
     bytes_per_device,
 )
-from jaxtrain.training.update import balance, diloco
-from jaxtrain.training.update.optimizer import (
-    Optimizer,
-    learning_rate,
-    make_optimizer,
-    updates_made,
-)
-from jaxtrain.training.update.streamed_update import (
-    CompiledUpdate,
-    Guard,
-    StreamedUpdate,
-    UpdateSettings,
-    streamed_update,
-)
+from jaxtrain.training.update import diloco
+from jaxtrain.training.update.optimizer import Optimizer
+from jaxtrain.training.update.streamed_update import StreamedStep, streamed_step
 
-# The use of random keys that the initial values have not (ParameterLayout.keys).
+# Random keys are for initial values, or for this use (initial_values.random_keys).
 ROUNDING = 1
-
-# Float32 scalars by their names in METRICS; of independent replicas arrays [replicas].
-StepMetrics = dict[str, jax.Array]
-
-
-def step_metrics(**values: jax.Array | None) -> StepMetrics:
-    """The metrics that are not None. Raises KeyError for one that METRICS lacks, ValueError for one
-    that METRICS does not combine over replicas."""
-    for name in values:
-        if METRICS[name].combine is host:
-            raise ValueError(f"{name} is a number of the host (run/metrics.py)")
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def combine_replicas(each: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a step from those of each independent replica, [replicas], jax or numpy."""
-    tokens = each["weighted_tokens"]
-    return {name: METRICS[name].combine(values, tokens) for name, values in each.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,7 +89,7 @@ class Step:
     setup: Setup
     optimizer: Optimizer
     train: Wrapped
-    streamed: "StreamedStep | None"
+    streamed: StreamedStep | None
     several: Wrapped | None
     evaluate: Wrapped
     gradients: Wrapped
@@ -211,117 +182,99 @@ class Step:
         return self.several.lower(state, (batch,) * self.steps_per_program, alone)
 
 
-def make_layout(
-    setup: Setup,
-    mesh: Mesh,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    precision: PrecisionConfig,
-    batch_size: int,
-    independent_replicas: bool,
-) -> ParameterLayout:
-    """The layout of a resolved model's parameters on a mesh, which may be abstract.
-
-    batch_size: sequences in a step, of all replicas together
-    """
-    # sequences whose losses are added up
-    sequences = batch_size // (replicas.count(mesh) if independent_replicas else 1)
-    vocabulary_stages = mesh.shape["stage"] if setup.shares_vocabulary else 1
+def make_layout(config: ResolvedConfig, mesh: Mesh, setup: Setup) -> ParameterLayout:
+    """The layout of a config's parameters on a mesh, which may be abstract."""
+    parallel = config.parallel
+    independent = config.train.diloco_inner_steps > 0
+    # Independent replicas have a loss each, of their own share of the batch.
+    sequences_of_a_loss = config.data.batch_size // (replicas.count(mesh) if independent else 1)
     parts = build(
-        model,
+        config.model,
         mesh.shape["model"],
-        vocabulary_stages,
+        mesh.shape["stage"] if setup.shares_vocabulary else 1,
         parallel.context,
-        sequences,
+        sequences_of_a_loss,
         parallel.expert_nodes,
     )
+    offload = parallel.offload_to("optimizer")
     return ParameterLayout(
         parts,
         setup.placement,
         mesh,
         parallel.zero,
-        precision,
-        independent_replicas,
-        offload=parallel.offload_to("optimizer") == "host",
-        disk=StateFile(parallel.offload_directory)
-        if parallel.offload_to("optimizer") == "disk"
-        else None,
+        config.precision,
+        independent,
+        offload=offload == "host",
+        disk=StateFile(parallel.offload_directory) if offload == "disk" else None,
+        optimizer=config.optimizer,
         shards_ends=parallel.ends == "sharded",
     )
 
 
-def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
-    """The step of a resolved config on a mesh; nothing is compiled yet.
+def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) -> Step:
+    """The step of a config on a mesh; nothing is compiled yet.
 
     setup: the config's tables, built now if not given.
 
     Raises ConfigError for a schedule that does not fit, and for devices that cannot use the host's
     memory.
     """
-    _check_host_memory(config, mesh)
-    setup = setup or make_setup(config)
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
-    steps, skips = config.train.steps, config.train.on_nonfinite != "stop"
-    independent = config.train.diloco_inner_steps > 0
-    compute = jnp.dtype(precision.compute)
-    layout = make_layout(setup, mesh, model, parallel, precision, data.batch_size, independent)
-    layout = dataclasses.replace(layout, optimizer=config.optimizer)
-    keys = layout.keys(config.train.seed, ROUNDING)
-    optimizer = make_optimizer(
-        config.optimizer, steps, layout.specs, precision.moments, layout.offload, keys
+    _check_host_memory(parallel, config.pipeline.save, mesh)
+    setup = setup or make_setup(config)
+
+    # The state: where parameters lie, and the optimizer that updates them.
+    layout = make_layout(config, mesh, setup)
+    optimizer = Optimizer(
+        config.optimizer,
+        config.train.steps,
+        layout.specs,
+        precision.moments,
+        layout.offload,
+        random_keys(layout, config.train.seed, ROUNDING),
     )
+    abstract = abstract_state(layout, optimizer)
+
+    # The model on its devices, which runs a table. Evaluation has a table of its own, of forwards.
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
-    fp8 = fp8_of(precision, independent)
-    runtime_of = _runtime_of(
-        layout, setup, zero, model.loss_chunk, compute, fp8, parallel.collective_matmul
+    runtime_of = functools.partial(
+        Runtime,
+        layout.parts,
+        setup.placement,
+        mesh=mesh,
+        reductions=layout.reductions,
+        zero=zero,
+        zero_of_ends=Zero(3, dtype=zero.dtype, reduce="microbatch") if layout.shards_ends else zero,
+        shares_vocabulary=setup.shares_vocabulary,
+        loss_chunk=model.loss_chunk,
+        compute=jnp.dtype(precision.compute),
+        fp8=fp8_of(precision, layout.independent_replicas),
+        collective_matmul=parallel.collective_matmul,
     )
     runtime = runtime_of(
         setup.train,
         remat=remat_of(config.pipeline.remat),
         save=config.pipeline.save,
-        independent_replicas=independent,
+        independent_replicas=layout.independent_replicas,
         offload_activations=parallel.offload_to("activations") == "host",
     )
-    table = setup.table
-    does = {
-        GATHERS: zero.gathers_in_ops and mesh.shape["stage"] == 1,
-        GATHERS_WHOLE: zero.gathers_in_ops and mesh.shape["stage"] * mesh.shape["model"] == 1,
-        SIDE_BY_SIDE: mesh.shape["model"] == 1
-        and (table.overlaps or (table.saves_inputs and model.experts > 0)),
-        FP8: bool(fp8),
-        DENSE: not model.experts,
-    }
-    options = compiler_options(
-        mesh.devices.flat[0], [name for name, yes in does.items() if yes], parallel.compiler_options
-    )
+
+    # The programs.
+    options = _compiler_options(runtime, setup, parallel.compiler_options)
     jit = functools.partial(jax.jit, compiler_options=options)
-    abstract = abstract_state(layout, optimizer)
-    state_shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    exchange = combine_metrics = None
-    if independent:
-        exchange, combine_metrics = _exchange(layout, state_shardings, precision.outer, jit)
-    learning_rates = learning_rate(config.optimizer, steps)
-    train: Wrapped
-    streamed = several = None
+    one = OneStep(
+        layout, optimizer, runtime, config.train.on_nonfinite != "stop", model.balance_rate
+    )
+    streamed = several = exchange = combine_metrics = None
     if layout.disk:
-        settings = UpdateSettings(
-            layout, config.optimizer, steps, precision.moments, keys, skips, model.balance_rate
-        )
-        train, streamed = _streamed(settings, abstract, runtime, learning_rates, jit)
+        train, streamed = streamed_step(one, abstract, jit)
     else:
-        of_replicas = NamedSharding(mesh, replicas.leading(PartitionSpec()))
-        one_step = _train(layout, optimizer, runtime, learning_rates, skips, model.balance_rate)
-        train = jit(
-            one_step,
-            donate_argnums=0,
-            out_shardings=(state_shardings, of_replicas if independent else None),
-        )
-        if setup.train_several:
-            tables = dataclasses.replace(runtime, slotted=setup.train_several)
-            together = StepsTogether(layout, tables, config.optimizer, steps, learning_rates, skips)
-            shardings = state_shardings, NamedSharding(mesh, PartitionSpec())
-            run = train_several(together, one_step)
-            several = jit(run, donate_argnums=0, out_shardings=shardings)
+        train = _one_step(one, abstract, jit)
+    if setup.train_several and not layout.disk:
+        tables = dataclasses.replace(runtime, slotted=setup.train_several)
+        several = _several_steps(StepsTogether(one, tables), abstract, jit)
+    if layout.independent_replicas:
+        exchange, combine_metrics = _exchange(layout, abstract, precision.outer, jit)
     return Step(
         layout.parts,
         layout,
@@ -345,11 +298,51 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     )
 
 
+def _compiler_options(runtime: Runtime, setup: Setup, changes: tuple[str, ...]) -> dict[str, Any]:
+    """XLA's options for the programs of a step, by what it does. changes:
+    `parallel.compiler_options`"""
+    sizes, table = runtime.mesh.shape, setup.table
+    gathers, experts = runtime.zero.gathers_in_ops, runtime.parts.cfg.experts > 0
+    does = {
+        GATHERS: gathers and sizes["stage"] == 1,
+        GATHERS_WHOLE: gathers and sizes["stage"] * sizes["model"] == 1,
+        SIDE_BY_SIDE: sizes["model"] == 1 and (table.overlaps or (table.saves_inputs and experts)),
+        FP8: bool(runtime.fp8),
+        DENSE: not experts,
+    }
+    names = [name for name, yes in does.items() if yes]
+    return compiler_options(runtime.mesh.devices.flat[0], names, changes)
+
+
+def _one_step(one: OneStep, abstract: TrainState, jit: Callable[..., Wrapped]) -> Wrapped:
+    """`Step.train` as one program. abstract: the state; jit: jax.jit with the compiler options"""
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    of_replicas = NamedSharding(one.layout.mesh, replicas.leading(PartitionSpec()))
+    return jit(
+        one.train,
+        # The new state takes the memory of the old one: a device has no room for two.
+        donate_argnums=0,
+        # Given for the state, since XLA might choose others, with which the next call would not
+        # fit the compiled program. Each replica's metrics stay on its own devices, so that replicas
+        # do not wait for each other.
+        out_shardings=(shardings, of_replicas if one.layout.independent_replicas else None),
+    )
+
+
+def _several_steps(
+    together: StepsTogether, abstract: TrainState, jit: Callable[..., Wrapped]
+) -> Wrapped:
+    """`Step.several`; arguments as of `_one_step`."""
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    everywhere = NamedSharding(together.one.layout.mesh, PartitionSpec())
+    return jit(train_several(together), donate_argnums=0, out_shardings=(shardings, everywhere))
+
+
 def _exchange(
-    layout: ParameterLayout, state_shardings: TrainState, dtype: str, jit: Callable[..., Wrapped]
+    layout: ParameterLayout, abstract: TrainState, dtype: str, jit: Callable[..., Wrapped]
 ) -> tuple[Wrapped, Wrapped]:
     """`Step.exchange` and `Step.combine_metrics` of independent replicas. dtype: of what they
-    exchange"""
+    exchange; other arguments as of `_one_step`"""
     outer_step = functools.partial(
         diloco.exchange,
         layout=layout,
@@ -357,203 +350,17 @@ def _exchange(
         momentum=layout.optimizer.outer_momentum,
         dtype=dtype,
     )
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
     everywhere = NamedSharding(layout.mesh, PartitionSpec())
     return (
-        jit(outer_step, donate_argnums=0, out_shardings=state_shardings),
+        jit(outer_step, donate_argnums=0, out_shardings=shardings),
         jit(combine_replicas, out_shardings=everywhere),
     )
 
 
-def _streamed(
-    settings: UpdateSettings,
-    abstract: TrainState,
-    runtime: Runtime,
-    learning_rates: Callable[[ArrayLike], jax.Array],
-    jit: Callable[..., Wrapped],
-) -> tuple[Wrapped, "StreamedStep"]:
-    """`Step.train` and `Step.streamed` of an optimizer whose state is on disk."""
-    layout, everywhere = settings.layout, NamedSharding(settings.layout.mesh, PartitionSpec())
-    gradients = _gradients(layout, runtime, learning_rates, settings.skips)
-    finish = _finish(layout, settings.skips)
-    return (
-        jit(gradients, out_shardings=(layout.scattered, everywhere, everywhere)),
-        StreamedStep(
-            streamed_update(settings, abstract, jit), jit(finish, out_shardings=everywhere)
-        ),
-    )
-
-
-def _runtime_of(
-    layout: ParameterLayout,
-    setup: Setup,
-    zero: Zero,
-    loss_chunk: int,
-    compute: jnp.dtype,
-    fp8: Fp8 | None,
-    collective_matmul: str,
-) -> Callable[..., Runtime]:
-    """The runtime of this layout's model without its table and what only training has."""
-    return functools.partial(
-        Runtime,
-        layout.parts,
-        setup.placement,
-        mesh=layout.mesh,
-        reductions=layout.reductions,
-        zero=zero,
-        zero_of_ends=Zero(3, dtype=zero.dtype, reduce="microbatch") if layout.shards_ends else zero,
-        shares_vocabulary=setup.shares_vocabulary,
-        loss_chunk=loss_chunk,
-        compute=compute,
-        fp8=fp8,
-        collective_matmul=collective_matmul,
-    )
-
-
-def _train(
-    layout: ParameterLayout,
-    optimizer: Optimizer,
-    runtime: Runtime,
-    rate: Callable[[ArrayLike], jax.Array],
-    skips: bool,
-    balance_rate: float,
-) -> Callable[[TrainState, dict], tuple[TrainState, StepMetrics]]:
-    """The function of a step: gradients, then the optimizer, separately in each replica if replicas
-    are independent.
-
-    rate: step → learning rate; balance_rate: of the experts' biases.
-    skips: an update whose loss or gradients are not finite is computed and discarded by selects,
-        for a conditional would copy the state. The learning rate then depends on the number of
-        updates, not of steps.
-    """
-
-    on_tpu = platform_of(layout.mesh.devices.flat[0]) == "tpu"
-
-    def train(state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
-        def update(params, optimizer_state, results: LossesAndGradients):
-            with_counts = results.gradients
-            gradients = balance.without_counts(layout.specs, with_counts)
-            guard, metrics = _before_update(
-                layout, results, optimizer_state, state.step, rate, skips
-            )
-            # Each data shard updates its part of the parameters; then they are gathered.
-            scattered = _shards(layout, params)
-            updated, params, after = optimizer.update(
-                gradients, optimizer_state, scattered, guard.finite, guard.norm
-            )
-            moved = balance.move(layout.specs, updated, with_counts, balance_rate, guard.finite)
-            on_device = layout.as_held(moved)
-            params = jax.tree.map(lambda a, b: a if is_on_host(a) else b, params, on_device)
-            metrics |= _after_update(layout.norm(moved), after, state.step + 1, skips)
-            return params, after, layout.working(moved), metrics
-
-        params = state.params
-        if on_tpu and layout.zero in (1, 2) and not layout.independent_replicas:
-            # What an update reads of them is cut off before the layers run: else XLA's TPU compiler
-            # copies all parameters first, and keeps both.
-            params, batch = lax.optimization_barrier((_shards(layout, params), batch))
-        results = runtime.losses_and_gradients(state.read, batch)
-        with jax.named_scope("optimizer"):
-            update_each = replicas.in_each(update) if layout.independent_replicas else update
-            params, optimizer_state, working, metrics = update_each(
-                params, state.optimizer, results
-            )
-        return dataclasses.replace(
-            state,
-            params=params,
-            optimizer=optimizer_state,
-            step=state.step + 1,
-            working=working,
-        ), metrics
-
-    return train
-
-
-def _shards(layout: ParameterLayout, params: Any) -> Any:
-    """Each data shard's part of the parameters, which it updates; those on the host as they are."""
-    return jax.tree.map(
-        lambda a, s: a if is_on_host(a) else lax.with_sharding_constraint(a, s),
-        params,
-        layout.scattered,
-    )
-
-
-def _before_update(
-    layout: ParameterLayout,
-    results: LossesAndGradients,
-    optimizer_state: Any,
-    step: jax.Array,
-    rate: Callable[[ArrayLike], jax.Array],
-    skips: bool,
-) -> tuple[Guard, StepMetrics]:
-    """What an update needs of all gradients, and the metrics that are known before it; arguments as
-    of `_train`. step: the number of steps before this one"""
-    losses, with_counts = results.losses, results.gradients
-    gradients = balance.without_counts(layout.specs, with_counts)
-    norm = layout.norm(gradients)
-    finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if skips else None
-    metrics = step_metrics(
-        loss=losses.loss,
-        grad_norm=norm,
-        learning_rate=rate(updates_made(optimizer_state) if skips else step),
-        weighted_tokens=losses.tokens,
-        mtp_loss=losses.mtp_loss,
-        expert_load=balance.expert_load(layout.specs, with_counts),
-        dropped=balance.dropped(layout.specs, with_counts),
-    )
-    return Guard(norm, finite), metrics
-
-
-def _after_update(
-    param_norm: jax.Array, optimizer_state: Any, step: jax.Array, skips: bool
-) -> StepMetrics:
-    """The metrics that need the updated state. step: the number of steps, with this one"""
-    skipped = (step - updates_made(optimizer_state)).astype(jnp.float32) if skips else None
-    return step_metrics(param_norm=param_norm, skipped=skipped)
-
-
-def _gradients(
-    layout: ParameterLayout,
-    runtime: Runtime,
-    rate: Callable[[ArrayLike], jax.Array],
-    skips: bool,
-) -> Callable[[TrainState, dict], tuple[Any, Guard, StepMetrics]]:
-    """The function of a step whose update is streamed, up to the gradients; arguments as of
-    `_train`."""
-
-    def gradients(state: TrainState, batch: dict) -> tuple[Any, Guard, StepMetrics]:
-        results = runtime.losses_and_gradients(state.read, batch)
-        with jax.named_scope("optimizer"):
-            guard, metrics = _before_update(
-                layout, results, state.optimizer, state.step, rate, skips
-            )
-        return results.gradients, guard, metrics
-
-    return gradients
-
-
-def _finish(
-    layout: ParameterLayout, skips: bool
-) -> Callable[[TrainState, jax.Array | None], tuple[jax.Array, StepMetrics]]:
-    """The function of the end of a step whose update is streamed: (the updated state, the squares
-    of masters) → (number of steps, the metrics that need that state)."""
-
-    def finish(state: TrainState, squares: jax.Array | None) -> tuple[jax.Array, StepMetrics]:
-        if squares is None:
-            norm = layout.norm(
-                jax.tree.map(lax.with_sharding_constraint, state.params, layout.scattered)
-            )
-        else:
-            norm = jnp.sqrt(squares)
-        step = state.step + 1
-        return step, _after_update(norm, state.optimizer, step, skips)
-
-    return finish
-
-
-def _check_host_memory(config: Config, mesh: Mesh) -> None:
+def _check_host_memory(parallel: ParallelConfig, save: tuple[str, ...], mesh: Mesh) -> None:
     """Raises ConfigError if `parallel.offload` or `pipeline.save` needs the host's memory and
     devices cannot use it."""
-    parallel, save = config.parallel, config.pipeline.save
     if not (has := host_memory.missing(mesh)):
         return
     device = mesh.devices.flat[0].device_kind
@@ -580,142 +387,3 @@ def _abstract_batch(
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         for name, dtype in dtypes.items()
     }
-
-
-# --- its programs, compiled ----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StreamedStep:
-    """The rest of a step whose program ends with the gradients, jitted and not yet compiled.
-
-    finish: the updated state → (number of steps, StepMetrics)
-    """
-
-    update: StreamedUpdate
-    finish: Wrapped
-
-    def lower(self) -> Callable[[Compiled], "CompiledStreamedStep"]:
-        """Traces the programs. The function compiles them, and joins them to the compiled program
-        of the gradients."""
-        layout = self.update.layout
-        everywhere = NamedSharding(layout.mesh, PartitionSpec())
-        squares = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
-        updates = self.update.lower()
-        finish = self.finish.lower(self.update.state, squares if layout.masters else None)
-
-        def compile_all(gradients: Compiled) -> CompiledStreamedStep:
-            compiled = {
-                program: cluster.compile_everywhere(f"update {number}", lowered)
-                for number, (program, lowered) in enumerate(updates.items())
-            }
-            update = CompiledUpdate(self.update, compiled)
-            end = cluster.compile_everywhere("end of a step", finish)
-            return CompiledStreamedStep(gradients, update, end)
-
-        return compile_all
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CompiledStreamedStep:
-    """The compiled programs of a step whose update is streamed."""
-
-    gradients: Compiled
-    update: CompiledUpdate
-    finish: Compiled
-
-    def __call__(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
-        """Returns when the last layer's update is dispatched; donates the state's parameters.
-        Raises StateFileError."""
-        gradients, guard, metrics = self.gradients(state, batch)
-        leaves = jax.tree.leaves(gradients)
-        del gradients  # each is freed when its parameter is updated
-        state, squares = self.update(state, leaves, guard)
-        step, others = self.finish(state, squares)
-        return dataclasses.replace(state, step=step), metrics | others
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """The compiled programs of a step.
-
-    train:    all of it, or its gradients if the update is streamed; of several steps if a program
-              has several
-    take:     (TrainState, batch) → (TrainState, StepMetrics); the state may not be used afterwards
-    exchange: None if replicas are not independent
-    several:  None if a program has one step
-    """
-
-    train: Compiled
-    take: Callable[[TrainState, dict], tuple[TrainState, StepMetrics]]
-    exchange: Compiled | None
-    several: "CompiledSteps | None" = None
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledSteps:
-    """The compiled program of `number` steps."""
-
-    program: Compiled
-    number: int
-
-    def together(
-        self, state: TrainState, batches: Sequence[dict]
-    ) -> tuple[TrainState, StepMetrics]:
-        """The state after `number` steps and their metrics, arrays [number]. The table of several
-        steps has them if none is clipped or skipped."""
-        return self._run(state, batches, 0)
-
-    def alone(self, state: TrainState, batches: Sequence[dict]) -> tuple[TrainState, StepMetrics]:
-        """The state after up to `number` steps, run one at a time, and their metrics, arrays
-        [number] with 0 for steps that are not run."""
-        # the program reads the others' shapes alone
-        unused = [batches[-1]] * (self.number - len(batches))
-        return self._run(state, [*batches, *unused], len(batches))
-
-    def take(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
-        """One step, as `Programs.take`."""
-        state, metrics = self.alone(state, [batch])
-        return state, {name: a[0] for name, a in metrics.items()}
-
-    def _run(
-        self, state: TrainState, batches: Sequence[dict], alone: int
-    ) -> tuple[TrainState, StepMetrics]:
-        return self.program(state, tuple(batches), np.int32(alone))
-
-
-def start_compiling(
-    step: Step, executor: concurrent.futures.Executor
-) -> concurrent.futures.Future[Programs]:
-    """Traces the programs of a step; the future has them compiled."""
-    train = step.lower()
-    exchange = step.exchange.lower(step.abstract_state()) if step.exchange else None
-    compile_streamed = step.streamed.lower() if step.streamed else None
-
-    def compile_all() -> Programs:
-        compiled = cluster.compile_everywhere("step", train)
-        several = CompiledSteps(compiled, step.steps_per_program) if step.several else None
-        take = compile_streamed(compiled) if compile_streamed else compiled
-        return Programs(
-            compiled,
-            several.take if several else take,
-            cluster.compile_everywhere("exchange", exchange) if exchange else None,
-            several,
-        )
-
-    return executor.submit(compile_all)
-
-
-def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
-    """Bytes of a compiled program in one device's memory, {"arguments", "temporary", "results",
-    "total"}; None if the platform does not report them. Results are those that reuse no
-    argument's memory."""
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return None
-    parts = {
-        "arguments": memory.argument_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-    }
-    return parts | {"total": sum(parts.values())}

@@ -1,30 +1,30 @@
 #!/usr/bin/env python
-"""Ray Train: `train()` in a worker a host, by JaxTrainer, which starts jax.distributed in each.
+"""Ray Train: `jaxtrain.train` in a worker a host, by JaxTrainer, which starts jax.distributed
+in each.
 
     python scripts/launch/ray_train.py --workers=4 --gpus_per_worker=8 \\
         -- --config=llama3_8b --workdir=/shared/runs/llama \\
         --config.data.source=/shared/data/text --config.data.tokenizer=/shared/data/tokenizer.json
 
 On TPUs: --topology=4x4x4 --accelerator=TPU-V5P instead of --gpus_per_worker. On CPU devices:
---cpu_devices=N (rehearse_ray.py). Run it where `ray.init()` finds the cluster; jaxtrain is in the
-workers' environment. Ray retries a failure whatever it is, so only what can go on is a failure here
-(https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html); the rest ends the job with
-its status.
+--cpu_devices=N (tests/by_hand/rehearse_ray.py). Run it where `ray.init()` finds the cluster;
+jaxtrain is in the workers' environment. Ray retries a failure whatever it is, so only what can go
+on is a failure here (https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html); the
+rest ends the job with its status.
 """
 
 import argparse
 import os
 import sys
 
-from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.train import train
+from jaxtrain import ExitStatus, RunError, train
 
 
 def work(options: dict) -> int:
     """One worker: trains, and gives the status of a run that is not to be started again. Raises
     RunError for one that is."""
     try:
-        status = train(options["flags"])
+        status = train(flags=options["flags"]).status
         if status is ExitStatus.STOPPED:
             raise RuntimeError("stopped on request, with the step saved")
         return int(status)

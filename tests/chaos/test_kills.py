@@ -1,7 +1,7 @@
 """Random kills of a run of three processes that is started again each time: it ends by itself, and
 as if nothing had been.
 
-`scripts/chaos.sh --kills=30` has 30 of them.
+`scripts/test.sh --full tests/chaos --kills=30` has 30 of them.
 """
 
 import os

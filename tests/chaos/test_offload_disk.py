@@ -22,7 +22,7 @@ XLA_DEFAULTS = {"XLA_FLAGS": ""}
 # fails the writes of the state's file, and no other, after the first 40
 FAILING = """
 import errno, itertools, os, sys
-from jaxtrain import train
+from jaxtrain import train_command as train
 count, write = itertools.count(), os.pwritev
 def failing(*words):
     if next(count) > 40:

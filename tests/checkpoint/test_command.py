@@ -12,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from by_hand.fuzz_configs import suggested
 from etils import epath
 from support import ROOT, small
 from support.damage import damage_numbers
@@ -24,10 +25,6 @@ from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.run import streams
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
-
-sys.path.append(str(ROOT / "scripts"))
-
-from fuzz_configs import suggested
 
 CONFIG = small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve()
 

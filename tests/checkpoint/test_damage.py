@@ -23,7 +23,8 @@ from support.checkpoint_state import (
 from support.damage import DAMAGE, damage_numbers, files_of
 
 from jaxtrain.checkpoint import storage
-from jaxtrain.checkpoint.restoring import restore, restore_newest
+from jaxtrain.checkpoint.restoring import restore
+from jaxtrain.checkpoint.resuming import restore_newest
 from jaxtrain.checkpoint.steps import CheckpointError, choose
 
 LAYOUT = Layout(18, stages=2, chunks=2, data=2, model=2)

@@ -18,7 +18,7 @@ from support.checkpoint_state import (
     state,
 )
 
-from jaxtrain import generate
+from jaxtrain import generate_command as generate
 from jaxtrain.checkpoint import __main__ as command
 from jaxtrain.checkpoint import manifest, saving, steps, stores
 from jaxtrain.checkpoint.steps import CheckpointError, choose, step_numbers

@@ -25,8 +25,8 @@ def test_defaults_and_base_work():
     checks.check(Config())
     checks.check(BASE)
     for path, field in cfg.fields().items():
-        assert field.metadata["doc"], path
-        assert "\n" not in field.metadata["doc"], path
+        assert cfg.setting_of(field).doc, path
+        assert "\n" not in cfg.setting_of(field).doc, path
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def recipe(name: str) -> Config:
 
 def parameters(config: Config) -> int:
     """Parameters of a transformer, counted by hand from its shapes."""
-    m = config.resolve().model
+    m = config.fill().model
     qkv, out, biased_mlp, biased_norm = (part in m.biases for part in ("qkv", "out", "mlp", "norm"))
     norm = m.width * (1 + biased_norm)
     attention = m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads)

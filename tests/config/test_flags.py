@@ -4,15 +4,16 @@ that is wrong is said at once."""
 import contextlib
 import itertools
 import shlex
-import sys
 import types
 
 import pytest
-from support import ROOT
+from by_hand.fuzz_configs import suggested
 
-from jaxtrain import cli, convert, generate, launch, train
+from jaxtrain import cli, convert, launch
 from jaxtrain import config as cfg
+from jaxtrain import generate_command as generate
 from jaxtrain import show_schedule as schedule
+from jaxtrain import train_command as train
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags, setting_value, settled
@@ -21,9 +22,6 @@ from jaxtrain.planner.command import calibrate
 from jaxtrain.planner.command import main as plan
 from jaxtrain.planner.programs import compile_check
 from jaxtrain.run.exit_status import RunError
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from fuzz_configs import suggested
 
 COMMANDS = {
     "train": (*SHARED_FLAGS, *train.FLAGS),

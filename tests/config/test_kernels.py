@@ -40,7 +40,7 @@ DOCUMENTS = {"data.attend_across_documents": False}
 def config(changes=None) -> cfg.Config:
     return cfg.replace(
         cfg.Config(), {"data.sequence_length": 8192, "model.head_dim": 128} | (changes or {})
-    ).resolve()
+    ).fill()
 
 
 def case_of(hardware: TargetDevice, changes=None) -> AttentionCase:

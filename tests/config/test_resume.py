@@ -37,7 +37,7 @@ def test_what_cannot_continue(changes):
     with pytest.raises(
         ConfigError, match=f"{field}=.* cannot continue a checkpoint of {field}="
     ) as error:
-        checks.check_resume(BASE, cfg.replace(BASE, changes))
+        checks.check_resume(BASE.to_store(), cfg.replace(BASE, changes))
     assert error.value.field == field
 
 
@@ -63,7 +63,7 @@ def test_what_can_continue():
         "checkpoint.every": 7,
         "metrics.log_every": 3,
     }
-    checks.check_resume(BASE, cfg.replace(BASE, changes))
+    checks.check_resume(BASE.to_store(), cfg.replace(BASE, changes))
 
 
 def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
@@ -79,7 +79,7 @@ def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
     environment = Environment(64, "cpu", BASE)
     base = cfg.replace(BASE, {"model.kv_heads": 0, "pipeline.microbatches": 1})
     with pytest.raises(ConfigError) as raised:
-        checks.check_resume(base.resolve(), cfg.replace(base, asked), environment)
+        checks.check_resume(base.to_store(), cfg.replace(base, asked), environment)
     changes = offer(raised.value)
     assert {path: changes[path] for path in changes if path != "mesh.model"} == {
         "model.width": 128,
@@ -88,7 +88,7 @@ def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
         "train.seed": 0,
     }
     assert str(raised.value).endswith(" (or another --workdir)")
-    checks.check_resume(base.resolve(), cfg.replace(base, asked | changes), environment)
+    checks.check_resume(base.to_store(), cfg.replace(base, asked | changes), environment)
 
 
 def test_where_no_setting_continues_a_checkpoint_another_folder_does():
@@ -103,12 +103,12 @@ def test_where_no_setting_continues_a_checkpoint_another_folder_does():
     old = cfg.replace(BASE, plain | {"data.batch_size": 8, "model.layers": 2})
     with pytest.raises(ConfigError) as raised:
         checks.check_resume(
-            old, cfg.replace(old, {"data.batch_size": 7}), Environment(7, "cpu", old)
+            old.to_store(), cfg.replace(old, {"data.batch_size": 7}), Environment(7, "cpu", old)
         )
     assert str(raised.value).endswith(": use another --workdir")
     for platform, use in (("cpu", "--cpu_devices=4"), ("tpu", "4 devices")):
         with pytest.raises(ConfigError) as raised:
-            checks.check_resume(old, old, Environment(7, platform, old))
+            checks.check_resume(old.to_store(), old, Environment(7, platform, old))
         assert str(raised.value).endswith(f", that is 7: use {use}")
 
 
@@ -121,16 +121,16 @@ def test_replicas_that_train_apart_stay_as_many():
         "mesh.data": 4,
         "pipeline.microbatches": 2,
     }
-    checks.check_resume(apart, cfg.replace(apart, outer))
+    checks.check_resume(apart.to_store(), cfg.replace(apart, outer))
     with pytest.raises(
         ConfigError,
         match="mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: use "
         "--config.mesh.replica=2 .or another --workdir.",
     ):
         more = {"mesh.replica": 4, "pipeline.microbatches": 2}
-        checks.check_resume(apart, cfg.replace(apart, more))
+        checks.check_resume(apart.to_store(), cfg.replace(apart, more))
     with pytest.raises(ConfigError, match="train.diloco_inner_steps=0 cannot continue"):
-        checks.check_resume(apart, cfg.replace(apart, {"train.diloco_inner_steps": 0}))
+        checks.check_resume(apart.to_store(), cfg.replace(apart, {"train.diloco_inner_steps": 0}))
 
 
 def test_what_a_resume_changes_is_listed():
@@ -145,11 +145,10 @@ def test_what_a_resume_changes_is_listed():
             "pipeline.schedule": "1f1b",
         },
     )
-    assert changes(old, old) == []
-    assert changes(old, old.resolve()) == []  # a default that was filled in is no change
-    stored = cfg.to_dict(old.resolve())
+    assert changes(old.to_store(), old.fill()) == []
+    stored = cfg.to_dict(old.to_store())
     del stored["checkpoint"]["minutes"]  # as an earlier version left it
-    assert changes(cfg.from_dict(json.loads(json.dumps(stored))), old) == []
+    assert changes(cfg.from_dict(json.loads(json.dumps(stored))).to_store(), old.fill()) == []
     new = {
         "optimizer.learning_rate": 0.1,
         "mesh.data": 2,

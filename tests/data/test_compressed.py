@@ -12,9 +12,9 @@ import pyarrow
 import pytest
 
 from jaxtrain.config.sources import COMPRESSIONS
-from jaxtrain.data import compressed
-from jaxtrain.data.bad_records import BadRecord
-from jaxtrain.data.compressed import Reader
+from jaxtrain.data.reading import compressed
+from jaxtrain.data.reading.bad_records import BadRecord
+from jaxtrain.data.reading.compressed import Reader
 
 TEXT = "".join(f"line {i} of naïve 漢字\r\n" for i in range(3000)).encode()
 

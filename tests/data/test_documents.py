@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from jaxtrain.config import sources
-from jaxtrain.data import documents as readers
-from jaxtrain.data.bad_records import Skipped
+from jaxtrain.data.reading import documents as readers
+from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.tokenizer import DataError
 
 

@@ -12,7 +12,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from jaxtrain.data import encode as module
 from jaxtrain.data.encode import encode
 from jaxtrain.data.marks import Marks
-from jaxtrain.data.records import Piece
+from jaxtrain.data.reading.records import Piece
 from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer
 
 DTYPE = np.dtype("<u2")

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from jaxtrain.config import sources
-from jaxtrain.data import documents, records
-from jaxtrain.data.bad_records import PLACES, SET_FIELDS, Skipped
+from jaxtrain.data.reading import documents, json_text
+from jaxtrain.data.reading.bad_records import PLACES, SET_FIELDS, Skipped
 from jaxtrain.data.tokenizer import DataError
 
 BLOCKS = pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
@@ -67,7 +67,7 @@ FORMS = {
 @BLOCKS
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_json(write, monkeypatch, form, block):
-    monkeypatch.setattr(records, "BLOCK", block)
+    monkeypatch.setattr(json_text, "BLOCK", block)
     assert texts(write("a.json", FORMS[form])) == TEXTS
     assert texts(write("b.JSON", b"\xef\xbb\xbf" + FORMS[form].encode())) == TEXTS
     assert texts(write("c.json.gz", gzip.compress(FORMS[form].encode()))) == TEXTS
@@ -75,7 +75,7 @@ def test_forms_of_json(write, monkeypatch, form, block):
 
 @BLOCKS
 def test_one_object(write, monkeypatch, block):
-    monkeypatch.setattr(records, "BLOCK", block)
+    monkeypatch.setattr(json_text, "BLOCK", block)
     for text in (
         json.dumps(RECORDS[0]),
         json.dumps(RECORDS[0], indent=4),
@@ -134,13 +134,13 @@ def test_one_object(write, monkeypatch, block):
     ],
 )
 def test_json_that_cannot_be_read(write, monkeypatch, text, message, block):
-    monkeypatch.setattr(records, "BLOCK", block)
+    monkeypatch.setattr(json_text, "BLOCK", block)
     path = write("a.json", text)
     assert failure(path).startswith(f"{path}{message}")
 
 
 def test_columns_and_lines_of_long_files(write, monkeypatch):
-    monkeypatch.setattr(records, "BLOCK", 16)
+    monkeypatch.setattr(json_text, "BLOCK", 16)
     path = write("a.json", "[" + '{"text": "x"}, ' * 100 + '{"text" "y"}]')
     assert (
         f"{path}:1: not valid JSON: Expecting ':' delimiter (column {1 + 15 * 100 + 9})"
@@ -169,8 +169,8 @@ def test_a_malformed_item_is_not_looked_for_to_the_end(write, monkeypatch):
     """Of a large file no more is read than shows that an item is malformed."""
     path = write("a.json", '[{"text": x}, ' + '{"text": "y"},' * 500_000)
     read = []
-    more = records._JsonText._more
-    monkeypatch.setattr(records._JsonText, "_more", lambda text: read.append(1) or more(text))
+    more = json_text.JsonText._more
+    monkeypatch.setattr(json_text.JsonText, "_more", lambda text: read.append(1) or more(text))
     assert "not valid JSON" in failure(path)
     assert len(read) <= 4
 
@@ -386,7 +386,7 @@ BAD_VALUES = (
 @pytest.mark.parametrize("bad", BAD_VALUES, ids=range(len(BAD_VALUES)))
 def test_a_bad_item_costs_no_other(write, monkeypatch, bad, block):
     """Its brackets and quotes say where it ends, wherever the blocks of the file end."""
-    monkeypatch.setattr(records, "BLOCK", block)
+    monkeypatch.setattr(json_text, "BLOCK", block)
     items = ['{"text": "a"}', bad, '{"text": "b, [c]"}', bad, '{"text": "d"}']
     found, places = left_out(write("a.json", "[" + ",\n".join(items) + "\n]"))
     assert found == ["a", "b, [c]", "d"]

@@ -21,8 +21,9 @@ import tokenizers
 
 from jaxtrain.config.sources import Source
 from jaxtrain.data import cache as caches
-from jaxtrain.data import compressed, documents, encode, records, tokens
-from jaxtrain.data.records import File
+from jaxtrain.data import encode, tokens
+from jaxtrain.data.reading import compressed, documents, json_text
+from jaxtrain.data.reading.records import File
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
 from jaxtrain.run.exit_status import ExitStatus
@@ -514,10 +515,10 @@ def test_source_that_changes_while_it_is_read(
         (tokens, "CHUNK"),
         (compressed, "BLOCK"),
         (documents, "BLOCK"),
-        (records, "BLOCK"),
+        (json_text, "BLOCK"),
     ):
         monkeypatch.setattr(module, size, 100)
-    append, calls = tokens._Writer.append, []
+    append, calls = tokens.CorpusWriter.append, []
 
     def change_then_append(*arguments, **named):
         calls.append(None)
@@ -526,7 +527,7 @@ def test_source_that_changes_while_it_is_read(
         append(*arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokens._Writer, "append", change_then_append)
+        patch.setattr(tokens.CorpusWriter, "append", change_then_append)
         if change == "another file" and tokens_alone:
             assert len(prepare(given, 257, progress=False).tokens) == 2000
             return
@@ -790,7 +791,8 @@ def test_a_copied_cache_is_compared_once(config, write, tmp_path, monkeypatch):
 
 PREPARE = """
 import sys, time, types
-from jaxtrain.data import encode, tokens, documents
+from jaxtrain.data import encode, tokens
+from jaxtrain.data.reading import documents
 config = types.SimpleNamespace(
     source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
     bad_records="stop", token_dtype="uint16", validation_fraction=0.1,

@@ -10,7 +10,8 @@ import jax
 import pytest
 from support import ROOT
 
-from jaxtrain import cli, train
+from jaxtrain import cli
+from jaxtrain import train_command as train
 from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import ClusterError
 from jaxtrain.run import streams
@@ -102,7 +103,7 @@ def test_what_the_start_says():
 
 
 def test_requirements_have_one_that_does_not_hang():
-    text = (ROOT / "requirements-cuda13.txt").read_text()
+    text = (ROOT / "requirements/cuda13.txt").read_text()
     (pinned,) = [line for line in text.splitlines() if line.startswith("nvidia-nccl-cu13==")]
     found = tuple(map(int, pinned.partition("==")[2].split("#")[0].strip().split(".")))
     assert found >= nccl.LEAST_ON_ARM

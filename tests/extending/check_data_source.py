@@ -5,8 +5,8 @@ import pathlib
 import tempfile
 
 from jaxtrain.config.sources import HELP, find
-from jaxtrain.data.bad_records import Skipped
-from jaxtrain.data.documents import pieces
+from jaxtrain.data.reading.bad_records import Skipped
+from jaxtrain.data.reading.documents import pieces
 
 folder = pathlib.Path(tempfile.mkdtemp())
 (folder / "a.tsv").write_text("id\ttext\n1\tone\n2\n")

@@ -6,7 +6,8 @@ import numpy as np
 from support import small
 
 from jaxtrain.run.metrics import METRICS
-from jaxtrain.training.step import combine_replicas, make_step
+from jaxtrain.training.one_step import combine_replicas
+from jaxtrain.training.step import make_step
 
 jax.config.update("jax_num_cpu_devices", 4)
 config = small.config((2, 1, 2), microbatches=2, changes={"model.layers": 1})

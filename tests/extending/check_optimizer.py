@@ -7,11 +7,11 @@ from jaxtrain import config as configs
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.models.spec import Spec
-from jaxtrain.training.update.optimizer import make_optimizer
+from jaxtrain.training.update.optimizer import Optimizer
 
 changes = {"optimizer.name": "sgd", "optimizer.epsilon": 1e-6, "optimizer.clip_norm": 0.0}
 config = configs.replace(configs.Config(), changes)
-optimizer = make_optimizer(config.optimizer, 10, {"a": Spec((2,), ("width",), constant=1.0)})
+optimizer = Optimizer(config.optimizer, 10, {"a": Spec((2,), ("width",), constant=1.0)})
 parameters = {"a": jnp.ones(2)}
 updated = optimizer.update({"a": jnp.full(2, -3.0)}, optimizer.init(parameters), parameters)
 assert jnp.allclose(updated.values["a"], 1 + 3 * config.optimizer.learning_rate, rtol=1e-6)

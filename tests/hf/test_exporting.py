@@ -24,14 +24,14 @@ from jaxtrain.config import Config, to_dict
 from jaxtrain.hf import exporting
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
 from jaxtrain.training.state import initial_state, stored_shapes
 from jaxtrain.training.step import make_step
 
 
 def exported(target, numbers, dtype="F32", **log):
     """Exports one tensor. log: functions as of export_folder"""
-    tensor = PublishedTensor("x", numbers.shape, (Rule("x", "array"),))
+    tensor = PublishedTensor("x", numbers.shape, (TensorRule("x", "array"),))
     arrays = {"array": stored_array(numbers, numbers.shape)}
     export_folder(target, {"a": 1}, [tensor], arrays, {"x": dtype}, 10**9, {}, **log)
 

@@ -73,7 +73,7 @@ def test_the_state_is_that_of_the_checkpoint(folder, tmp_path, name):
     ]
     assert convert.main(["from_hf", str(folder), f"--workdir={tmp_path}", *flags]) == 0
     step = step_of(config)
-    source = importing.open_weights(read_published(folder), config.resolve())
+    source = importing.open_weights(read_published(folder), config.fill())
     state = importing.state_on_devices(source, step)
     stored = stored_shapes(step.layout, step.optimizer)
     expected = restore(tmp_path / "checkpoints", 0, step.abstract_state(), stored)
@@ -101,7 +101,7 @@ def test_every_family(name, tmp_path):
     changes = {"mesh.stage": 2, "mesh.model": 2, "parallel.zero": 3}
     config = config_of(tmp_path, changes)
     step = step_of(config)
-    weights = importing.open_weights(read_published(tmp_path), config.resolve())
+    weights = importing.open_weights(read_published(tmp_path), config.fill())
     state = importing.state_on_devices(weights, step)
     expected = small.first_state(step, imported(values, lambda shapes: numbers, changes).plain)
     for (path, a), b in zip(
@@ -113,7 +113,7 @@ def test_every_family(name, tmp_path):
 def test_a_device_s_shards_alone_are_read(folder, monkeypatch):
     config = config_of(folder, {"mesh.data": 1, "mesh.model": 4, "mesh.stage": 2})
     step, read = step_of(config), []
-    source = importing.open_weights(read_published(folder), config.resolve())
+    source = importing.open_weights(read_published(folder), config.fill())
     preadv = os.preadv
 
     def counted(descriptor, buffers, place):
@@ -143,9 +143,9 @@ def test_damage_is_named(folder, tmp_path):
     name = "model.layers.2.mlp.down_proj.weight"
     tensors[name][3, 20] = np.inf
     write_llama(tmp_path, **{name.replace(".", "_"): tensors[name]})
-    source = importing.open_weights(read_published(tmp_path), config.resolve())
+    source = importing.open_weights(read_published(tmp_path), config.fill())
     with pytest.raises(HfError, match=f"safetensors: {name} has numbers that are not finite"):
         importing.state_on_devices(source, step_of(config))
     os.truncate(tmp_path / "model.safetensors", 1000)
     with pytest.raises(HfError, match="is no complete safetensors file"):
-        importing.open_weights(read_published(tmp_path), config.resolve())
+        importing.open_weights(read_published(tmp_path), config.fill())

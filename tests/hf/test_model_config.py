@@ -21,7 +21,7 @@ def model_of(values: dict) -> ModelConfig:
 
 
 def resolved(model: ModelConfig) -> ModelConfig:
-    return Config(model=model).resolve().model
+    return Config(model=model).fill().model
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -290,7 +290,7 @@ def test_models_of_recipes():
         "deepseek_v3": "deepseek_v3",
     }
     for name, expected in families.items():
-        config = load_recipe(shipped_recipes()[name]).resolve()
+        config = load_recipe(shipped_recipes()[name]).fill()
         answer = write_model(config.model, None, config.data.sequence_length)["model_type"]
         assert answer == expected, name
 
@@ -311,7 +311,7 @@ def test_models_of_recipes():
 def test_a_model_that_no_family_can_hold(change, message):
     """The message names the settings in which the closest family differs."""
     changes = {f"model.{name}": value for name, value in change.items()}
-    model = replace(Config(), changes).resolve().model
+    model = replace(Config(), changes).fill().model
     with pytest.raises(HfError) as error:
         write_model(model, None, 128)
     assert message in str(error.value)

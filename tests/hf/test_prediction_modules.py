@@ -142,7 +142,7 @@ def test_a_copy_of_another_shape(tmp_path):
     tensors[copy] = tensors[copy][1:]
     model = read_published(write(tmp_path / "model", tensors))
     with pytest.raises(HfError, match=rf"{copy} is \[\d+, 16\], not \[\d+, 16\] by config.json"):
-        importing.open_weights(model, Config(model=model.model).resolve())
+        importing.open_weights(model, Config(model=model.model).fill())
 
 
 @pytest.mark.parametrize("said", [True, False])
@@ -178,6 +178,6 @@ def test_modules_that_nobody_asked_for(tmp_path):
     folder = write(tmp_path / "model", tensors_of(GLM), GLM | {FIELD: 0})
     model = read_published(folder)
     with pytest.raises(HfError, match=rf"{MODULE}\.\S+ is no tensor of a glm4_moe"):
-        importing.open_weights(model, Config(model=model.model).resolve())
+        importing.open_weights(model, Config(model=model.model).fill())
     with pytest.raises(ConfigError, match=r"mtp_depth=1 contradicts .* use --config.*_depth=0"):
         started_from(model, Config(), [("model.mtp_depth", "1")])

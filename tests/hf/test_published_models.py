@@ -20,7 +20,7 @@ def test_published_models(name):
     layers = values.get("num_hidden_layers", values.get("n_layer"))
     assert model.dense_layers + model.layers == layers
     assert model.dense_layers == values.get("first_k_dense_replace", 0)
-    config = Config(model=model).resolve()
+    config = Config(model=model).fill()
     counted = {
         array: math.prod(shape)
         for array, shape in parameter_shapes(config).items()

@@ -69,7 +69,7 @@ def changed(values: dict, draw: random.Random) -> dict:
 def known_fields(kind: str) -> set[str]:
     """The fields of a family, whether they are in a file or not."""
     family = FAMILIES[kind]
-    written = write_model(Config(model=read_model(CONFIGS[kind], "")[1]).resolve().model, family, 8)
+    written = write_model(Config(model=read_model(CONFIGS[kind], "")[1]).fill().model, family, 8)
     return {*written, *family.aliases, "num_nextn_predict_layers", "max_position_embeddings"}
 
 
@@ -89,7 +89,7 @@ def test_read_or_refused(kind):
             assert "\n" not in str(error)
             continue
         outcomes["read"] += 1
-        written = write_model(Config(model=model).resolve().model, family, 64)
+        written = write_model(Config(model=model).fill().model, family, 64)
         assert not [*differing(read_model(written, "config.json")[1], model)], values
         laid_out(values)  # raises unless the rules fill every parameter once
     assert min(outcomes.values()) >= CASES // 8, outcomes

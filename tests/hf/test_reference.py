@@ -3,7 +3,7 @@ losses and every gradient, on one device and on meshes.
 
     python tests/support/transformers_models.py record tests/hf/reference.npz
 
-writes the file anew, with the packages of requirements-transformers.txt. test_transformers.py
+writes the file anew, with the packages of requirements/transformers.txt. test_transformers.py
 compares with transformers itself.
 """
 

@@ -1,7 +1,7 @@
 """scripts/launch/slurm_requeue.sh with stand-ins for Slurm's commands: which end is requeued, and
 which status counts.
 
-Under a real Slurm: scripts/launch/rehearse_slurm.py.
+Under a real Slurm: tests/by_hand/rehearse_slurm.py.
 """
 
 import os
@@ -192,7 +192,7 @@ def test_the_templates(name):
 
 def test_the_rehearsal_says_what_it_needs():
     """Without root, or without Slurm: one line and status 2."""
-    script = REQUEUE.with_name("rehearse_slurm.py")
+    script = ROOT / "tests" / "by_hand" / "rehearse_slurm.py"
     own = {"PATH": "/nowhere"}
     done = subprocess.run([sys.executable, script], env=own, capture_output=True, text=True)
     needs = "missing: use --install" if os.geteuid() == 0 else "use sudo"

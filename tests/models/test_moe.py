@@ -34,7 +34,7 @@ def as_function(module: MoE):
 
 def made(**fields):
     """(the layer's config, the layer as a function, its parameters)."""
-    cfg = Config(model=dataclasses.replace(BASE, **fields)).resolve().model
+    cfg = Config(model=dataclasses.replace(BASE, **fields)).fill().model
     module, random = MoE(cfg, 0.5, ROWS), np.random.default_rng(0)
     draw = lambda s: (
         np.zeros(s.shape, np.float32) if s.counts else np.float32(random.normal(size=s.shape) * 0.5)

@@ -64,7 +64,7 @@ def test_weights_of_experts(name):
     case = published.ROUTERS[name]
     x, matrix, biases = case.weights()
     model = ModelConfig(width=published.WIDTH, **case.settings)
-    cfg = Config(model=model).resolve().model
+    cfg = Config(model=model).fill().model
     params = {"weight": matrix.T}
     params |= {"logit_bias": biases} if cfg.biases else {}
     params |= {"bias": biases} if cfg.router_bias else {"load": np.zeros(cfg.experts, np.float32)}

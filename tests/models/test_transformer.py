@@ -19,7 +19,7 @@ def recipe(name: str):
     spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.get_config().resolve()
+    return module.get_config().fill()
 
 
 def gpt_count(layers: int, width: int, vocabulary: int, positions: int) -> int:

@@ -9,9 +9,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import AXES, EXPERT, make_mesh
-from jaxtrain.parallel.experts import experts
+from jaxtrain.parallel.experts.placement import ExchangeGroup
+from jaxtrain.parallel.experts.transport import ragged_all_to_all
 
-DEVICES, MOST, ROOM = 4, 5, 18
+DEVICES, MOST, CAPACITY = 4, 5, 18
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, **names):
@@ -40,15 +41,14 @@ def test_ragged_rows(monkeypatch, way, fills):
     random = np.random.default_rng(0)
     travel = random.integers(0, MOST + 1, (DEVICES, DEVICES))
     travel[1, 2], travel[:, 3] = 0, [0, MOST, 0, 1]
-    rows = np.zeros((DEVICES, ROOM + 2, 2), np.float32)
+    rows = np.zeros((DEVICES, CAPACITY + 2, 2), np.float32)
     for s in range(DEVICES):
         number = travel[s].sum()
         rows[s, :number] = np.stack([np.full(number, s), np.arange(number)], 1) + 1
     mesh = make_mesh([DEVICES if axis == EXPERT else 1 for axis in AXES], jax.devices()[:DEVICES])
-    group = experts.ExchangeGroup(DEVICES)
-    local = lambda rows: experts._ragged(rows[0], jnp.asarray(travel), ROOM, MOST, fills, group)[
-        None
-    ]
+    group = ExchangeGroup(DEVICES)
+    move = lambda rows: ragged_all_to_all(rows, jnp.asarray(travel), CAPACITY, MOST, fills, group)
+    local = lambda rows: move(rows[0])[None]
     with jax.set_mesh(mesh):
         got = jax.jit(
             jax.shard_map(
@@ -66,14 +66,3 @@ def test_ragged_rows(monkeypatch, way, fills):
         np.testing.assert_array_equal(got[d, : len(expected)], expected)
         behind = -1 if way == "default" and not fills else 0
         assert (got[d, len(expected) :] == behind).all()
-
-
-def test_groups_are_cut_to_the_highest_level_at_which_they_fit():
-    random = np.random.default_rng(0)
-    for room in (0, 1, 7, 18, 40, 200):
-        sizes = random.integers(0, 9, (3, 4, 2))  # from, to, expert
-        got = np.asarray(experts._fitting(jnp.asarray(sizes, jnp.int32), room))
-        for to in range(4):
-            cut = [np.minimum(sizes[:, to], level) for level in range(10)]
-            expected = [kept for kept in cut if kept.sum() <= room][-1]
-            np.testing.assert_array_equal(got[:, to], expected)

@@ -12,7 +12,7 @@ from support.small import normal
 
 from jaxtrain.models import layers
 from jaxtrain.parallel import fp8
-from jaxtrain.parallel.experts import experts
+from jaxtrain.parallel.experts import products
 from jaxtrain.parallel.fp8 import FORMATS, Fp8
 
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
@@ -100,7 +100,7 @@ def test_products_of_experts(use, sizes):
     rows = normal(1, 1, EXPERTS, TOKENS, IN) if sizes is None else normal(1, 1, TOKENS, IN)
     w, quantized = weights(use, EXPERTS, IN, OUT)
     given = None if sizes is None else jnp.asarray(sizes, jnp.int32)
-    run = lambda x, w: experts.product(x, w, given, experts.COLUMNS)
+    run = lambda x, w: products.product(x, w, given, products.COLUMNS)
     y, (by_x, by_w), g = backward(run, jnp.asarray(rows), quantized)
     if sizes is None:
         of = np.arange(EXPERTS).repeat(TOKENS)

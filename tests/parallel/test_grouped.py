@@ -12,7 +12,7 @@ from support import small
 
 from jaxtrain.config import sizes as config_sizes
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX
-from jaxtrain.parallel.experts import experts, grouped, megablox
+from jaxtrain.parallel.experts import grouped, megablox, products
 from jaxtrain.planner.programs.program import Program
 
 INPUTS, OUTPUTS = 24, 40
@@ -39,10 +39,10 @@ def plainly(rows, weights, g, sizes):
     return product, by_rows, by_weights
 
 
-INTERPRETED = experts.Products(
-    *(functools.partial(form, interpret=True) for form in experts.KERNELS[MEGABLOX])
+INTERPRETED = products.Products(
+    *(functools.partial(form, interpret=True) for form in products.KERNELS[MEGABLOX])
 )
-KERNELS = {BLOCKS: experts.KERNELS[BLOCKS], MEGABLOX: INTERPRETED}
+KERNELS = {BLOCKS: products.KERNELS[BLOCKS], MEGABLOX: INTERPRETED}
 
 
 def with_gradients(kernel: str, *given):
@@ -163,9 +163,9 @@ def test_blocks_at_real_sizes(rows, experts_of_a_device, taken):
         (grouped.MOST_ROWS_ON_GPU, grouped.BLOCKS_ON_GPU, 1.2),
     ):
         computed = 0
-        for blocks, products in ((of_rows, 2), (grouped.BLOCKS_OF_WEIGHTS, 1)):
+        for blocks, number in ((of_rows, 2), (grouped.BLOCKS_OF_WEIGHTS, 1)):
             size = grouped.block_rows(rows, experts_of_a_device, most, blocks)
-            computed += products * -(-sizes // size).sum() * size
+            computed += number * -(-sizes // size).sum() * size
         assert computed <= bound * 3 * taken
 
 
@@ -178,19 +178,19 @@ def test_blocks_on_gpus_are_larger():
     )
     given = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     for kernel, rows in ((LARGE_BLOCKS, 512), (BLOCKS, 256)):
-        lowered = jax.jit(experts.KERNELS[kernel].product).lower(*given)
+        lowered = jax.jit(products.KERNELS[kernel].product).lower(*given)
         assert f"row_blocks_32768_8_{rows}" in lowered.as_text(debug_info=True)
 
 
 def test_the_gradient_of_a_product_is_by_groups():
-    """experts.product asks the kernel of the platform, forward and backward."""
+    """products.product asks the kernel of the platform, forward and backward."""
     rows, weights, g = arrays(jnp.float32)
     sizes = jnp.asarray(SIZES["room left"], jnp.int32)
 
     @jax.jit
     def run(rows, weights, g):
         y, vjp = jax.vjp(
-            lambda r, w: experts.product(r[None], w, sizes, experts.COLUMNS)[0], rows, weights
+            lambda r, w: products.product(r[None], w, sizes, products.COLUMNS)[0], rows, weights
         )
         return y, *vjp(g)
 

@@ -23,7 +23,7 @@ from jaxtrain.run.goodput import (
     read_goodput,
     thinned,
 )
-from jaxtrain.run.wall_clock import Part, WallClock
+from jaxtrain.run.wall_clock import Phase, WallClock
 
 STEPS, SAVE_EVERY = 200, 10
 
@@ -192,7 +192,7 @@ def test_starts_after_each_other(tmp_path):
     now = Now(3.0)
     clock = WallClock(0.0, now)
     log = GoodputLog(tmp_path, clock, 0, now=lambda: 1000.0 + now.now)
-    clock.enter(Part.STEPPING)
+    clock.enter(Phase.STEPPING)
     now.now = 9.0
     log.reached(6)
     assert log.share() == pytest.approx(6 / 9) and log.wall_s() == 9.0
@@ -204,7 +204,7 @@ def test_starts_after_each_other(tmp_path):
     second = WallClock(100.0, now)
     log = GoodputLog(tmp_path, second, 3, now=lambda: 1000.0 + now.now)
     assert log.wall_s() == 11.0
-    second.enter(Part.STEPPING)
+    second.enter(Phase.STEPPING)
     now.now = 105.0
     log.reached(6)
     assert log.share() == pytest.approx((3 + 3) / 14)
@@ -223,7 +223,7 @@ def test_a_roll_back_is_in_the_file(tmp_path):
     now = Now()
     clock = WallClock(0.0, now)
     log = GoodputLog(tmp_path, clock)
-    clock.enter(Part.STEPPING)
+    clock.enter(Phase.STEPPING)
     for now.now, step in ((1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (5, 3), (6, 4)):
         log.reached(step)
     assert log.share() == pytest.approx(4 / 6)
@@ -240,7 +240,7 @@ def test_a_checkpoint_knows_how_long_a_run_has_run(tmp_path):
 
 def test_a_thread_writes_while_the_loop_is_busy(tmp_path):
     clock = WallClock(time.monotonic() - 1.0)
-    clock.enter(Part.STEPPING)
+    clock.enter(Phase.STEPPING)
     log = GoodputLog(tmp_path, clock)
     end = time.monotonic() + 60
     while len(read_goodput(tmp_path)) < 4:
@@ -257,7 +257,7 @@ def full(descriptor: int, text: bytes) -> int:
 
 def test_lines_without_room_come_later(tmp_path, monkeypatch):
     clock = WallClock()
-    clock.enter(Part.STEPPING)
+    clock.enter(Phase.STEPPING)
     log, write = GoodputLog(tmp_path, clock), os.write
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
@@ -318,9 +318,9 @@ def test_nothing_to_draw(tmp_path):
 
 def test_nothing_is_left_of_a_start_without_a_state(tmp_path):
     clock = WallClock()
-    clock.enter(Part.COMPILING)
+    clock.enter(Phase.COMPILING)
     with contextlib.closing(GoodputLog(tmp_path, clock, 0)):
-        clock.enter(Part.TRACING)
+        clock.enter(Phase.TRACING)
     assert not list(tmp_path.iterdir())
 
 
@@ -332,7 +332,7 @@ def test_a_clock_that_is_put_right_meanwhile_changes_nothing(tmp_path):
         fast_by[0] = 0.0
         clock = WallClock(time.monotonic() - 5)
         log = GoodputLog(tmp_path, clock, now=lambda: time.time() + fast_by[0])
-        clock.enter(Part.STEPPING)
+        clock.enter(Phase.STEPPING)
         fast_by[0] = jump
         log.reached(1)
         log.close()

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.run.wall_clock import (
     Current,
-    Part,
+    Phase,
     WallClock,
     imports_without_collection,
     start_line,
@@ -25,23 +25,23 @@ def ticking(*moments: float):
 
 def test_an_inner_part_is_not_the_outer_ones():
     clock = WallClock(0.0, ticking(2.0, 3.0, 4.5, 6.0, 10.0, 12.0))
-    clock.enter(Part.STEPPING)
-    with clock.part(Part.SAVING):
-        with clock.part(Part.WAITING):
+    clock.enter(Phase.STEPPING)
+    with clock.phase(Phase.SAVING):
+        with clock.phase(Phase.WAITING):
             pass
     assert clock.seconds() == {
-        Part.IMPORTS: 2.0,
-        Part.STEPPING: 1.0 + 2.0,
-        Part.SAVING: 1.5 + 4.0,
-        Part.WAITING: 1.5,
+        Phase.IMPORTS: 2.0,
+        Phase.STEPPING: 1.0 + 2.0,
+        Phase.SAVING: 1.5 + 4.0,
+        Phase.WAITING: 1.5,
     }
 
 
 def test_a_part_ends_where_an_error_leaves_it():
     clock = WallClock(0.0, ticking(1.0, 5.0, 7.0))
-    with pytest.raises(ValueError), clock.part(Part.EVALUATING):
+    with pytest.raises(ValueError), clock.phase(Phase.EVALUATING):
         raise ValueError
-    assert clock.current == Current(Part.IMPORTS, 2.0)
+    assert clock.current == Current(Phase.IMPORTS, 2.0)
 
 
 def test_parts_add_up_to_the_wall_time():
@@ -58,8 +58,8 @@ def test_parts_add_up_to_the_wall_time():
 
     clock = WallClock(0.0, now)
     for _ in range(1000):
-        clock.enter(chance.choice([*Part]))
-        with clock.part(chance.choice([*Part])), clock.part(chance.choice([*Part])):
+        clock.enter(chance.choice([*Phase]))
+        with clock.phase(chance.choice([*Phase])), clock.phase(chance.choice([*Phase])):
             pass
     assert sum(clock.seconds().values()) == pytest.approx(last, rel=1e-9)
 
@@ -82,8 +82,8 @@ def test_another_thread_may_look_at_any_moment():
     thread = threading.Thread(target=look)
     thread.start()
     for _ in range(2000):
-        with clock.part(Part.SAVING):
-            clock.enter(Part.EVALUATING)
+        with clock.phase(Phase.SAVING):
+            clock.enter(Phase.EVALUATING)
     done.set()
     thread.join()
     assert not wrong
@@ -95,7 +95,7 @@ def test_another_thread_may_look_at_any_moment():
 def test_parts_follow_each_other_and_add_up():
     now = iter([102.0, 102.01, 105.5, 106.0, 106.75, 106.75, 106.75])
     clock = WallClock(100.0, lambda: next(now))
-    for part in (Part.TABLE, Part.COMPILING, Part.STEPPING, Part.COMPILING):
+    for part in (Phase.TABLE, Phase.COMPILING, Phase.STEPPING, Phase.COMPILING):
         clock.enter(part)
     parts = {"imports_s": 2.0, "table_s": 0.01, "compiling_s": 4.24, "stepping_s": 0.5}
     assert start_record(clock) == pytest.approx({"start_up_s": 6.75} | parts)

@@ -13,10 +13,10 @@ from jaxtrain.run import watchdog
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.peers import Ending, Peers
 from jaxtrain.run.run_lock import LostLockError
-from jaxtrain.run.wall_clock import Current, Part, WallClock
+from jaxtrain.run.wall_clock import Current, Phase, WallClock
 from jaxtrain.run.watchdog import Patience, Watchdog
 
-STEP, SAVE = Part.STEPPING, Part.SAVING
+STEP, SAVE = Phase.STEPPING, Phase.SAVING
 
 
 def stepping(seconds: float = 1.0) -> Current:
@@ -69,12 +69,12 @@ def test_other_parts_learn_too():
     patience.waited(stepping(), now=401)
     assert (
         patience.limit(Current(SAVE, 1)) == 1200
-        and patience.limit(Current(Part.EVALUATING, 1)) == 600
+        and patience.limit(Current(Phase.EVALUATING, 1)) == 600
     )
 
 
 def test_compiling_has_no_limit():
-    assert Patience(30, now=0).limit(Current(Part.COMPILING, 1e6)) == float("inf")
+    assert Patience(30, now=0).limit(Current(Phase.COMPILING, 1e6)) == float("inf")
 
 
 def test_what_did_not_run_was_not_late():
@@ -187,9 +187,9 @@ def test_stacks_that_cannot_be_written_cost_a_line(world, tmp_path, capfd):
 
 def test_the_process_that_waits_for_data_is_behind(world, tmp_path, capfd):
     three = world(3, 1.5)
-    three.clocks[1].enter(Part.WAITING)
+    three.clocks[1].enter(Phase.WAITING)
     start(three, 1, 2, 0)
-    three.clocks[1].enter(Part.WAITING)
+    three.clocks[1].enter(Phase.WAITING)
     three.wait(0, 1, 2)
     assert set(three.ended.values()) == {ExitStatus.HUNG}
     lines = capfd.readouterr().err.splitlines()

@@ -15,8 +15,8 @@ from support.small import Case
 from jaxtrain.config import kernels, sizes
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import partitioned
-from jaxtrain.parallel.experts import experts, filled_rows
-from jaxtrain.runtime import layer_stack
+from jaxtrain.parallel.experts import filled_rows, products, transport
+from jaxtrain.runtime import layer_loops
 from jaxtrain.training.step import make_step
 
 SEVEN = {"model.layers": 7}
@@ -77,7 +77,7 @@ def test_gradients(monkeypatch, name):
 
     config = (CASES | ON_GPUS)[name].config(small.PLAIN_LAYER)
     expected = reference(config, 1)
-    monkeypatch.setattr(layer_stack, "on_nvidia_gpu", lambda: name in ON_GPUS)
+    monkeypatch.setattr(layer_loops, "on_nvidia_gpu", lambda: name in ON_GPUS)
     monkeypatch.setattr(host_memory, "empty_pool", wrong)
     assert_same(gradients(config), expected)
     assert made
@@ -145,24 +145,24 @@ ROWS = {
 def test_rows_of_experts(monkeypatch, name, kernel):
     """Rows that no device sends are not numbers, for XLA's products and for the kernel of TPUs; but
     for the numbers of choices, which are zeros."""
-    config, ragged, unfilled = ROWS[name].config(), experts._ragged, []
+    config, ragged, unfilled = ROWS[name].config(), transport.ragged_all_to_all, []
     expected = reference(config, 1) if not config.model.expert_room else gradients(config)
 
-    def wrong(rows, travel, room, most, fills_empty, group):
-        out = ragged(rows, travel, room, most, fills_empty, group)
+    def wrong(rows, rows_from_to, room, most, fills_empty, group):
+        out = ragged(rows, rows_from_to, room, most, fills_empty, group)
         if rows.dtype == jnp.int32:
             return out
         unfilled.append(not fills_empty)
-        arrived = travel[:, group.me].sum()
+        arrived = rows_from_to[:, group.me].sum()
         empty = (jnp.arange(room) >= arrived).reshape(-1, *[1] * (out.ndim - 1))
         return jnp.where(empty, jnp.nan, out)
 
     if kernel == "megablox":
-        forms = experts.KERNELS[kernels.MEGABLOX]
-        interpreted = experts.Products(*(functools.partial(f, interpret=True) for f in forms))
-        for form in experts.KERNELS:
-            monkeypatch.setitem(experts.KERNELS, form, interpreted)
-    monkeypatch.setattr(experts, "_ragged", wrong)
+        forms = products.KERNELS[kernels.MEGABLOX]
+        interpreted = products.Products(*(functools.partial(f, interpret=True) for f in forms))
+        for form in products.KERNELS:
+            monkeypatch.setitem(products.KERNELS, form, interpreted)
+    monkeypatch.setattr(transport, "ragged_all_to_all", wrong)
     assert_same(gradients(config), expected)
     assert unfilled and all(unfilled)
 

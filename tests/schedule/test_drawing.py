@@ -20,11 +20,11 @@ from jaxtrain.planner.step.time_breakdown import (
     OPTIMIZER,
 )
 from jaxtrain.run.goodput import REDONE, USEFUL
-from jaxtrain.run.wall_clock import Part
+from jaxtrain.run.wall_clock import Phase
 from jaxtrain.schedule import drawing
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.clocks import Times
-from jaxtrain.schedule.simulate import simulate
+from jaxtrain.schedule.clocks.simulate import simulate
+from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.table import Op
 from jaxtrain.schedule.table_spec import TableSpec
 
@@ -176,7 +176,7 @@ def test_colours_of_all_pictures_stand_in_one_table():
         for one, other in itertools.combinations(table, 2):
             apart = math.dist(rgb(table[one]), rgb(table[other]))
             assert apart > 40, (one, other, apart)
-    assert set(drawing.STARTS) == {part.value for part in Part} - {"stepping", "awaiting"} | {
+    assert set(drawing.STARTS) == {phase.value for phase in Phase} - {"stepping", "awaiting"} | {
         USEFUL,
         REDONE,
     }

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxtrain import train
+from jaxtrain import train_command as train
 from jaxtrain.data.loader import Batch, Loader
 from jaxtrain.training.parameter_checks import Comparison, Copies
 from jaxtrain.training.state import TrainState

@@ -686,6 +686,11 @@ RULES = [
         "optimizer.decay_steps=60 and optimizer.warmup_steps=50 are more than "
         "train.steps=100: use --config.optimizer.decay_steps=50",
     ),
+    (
+        {"optimizer.decay_steps": 101, "optimizer.schedule": "1-sqrt"},
+        "optimizer.decay_steps=101 and optimizer.warmup_steps=0 are more than "
+        "train.steps=100: use --config.optimizer.decay_steps=100",
+    ),
     ({"train.steps": 0}, "train.steps=0 must be at least 1: use --config.train.steps=1"),
     (
         {"train.steps": 2**31},
@@ -930,6 +935,19 @@ UNUSED = [
     (
         {"optimizer.decay_steps": 3},
         "optimizer.decay_steps=3 has no use with optimizer.schedule='cosine'",
+    ),
+    (
+        {"optimizer.decay_steps": 3, "optimizer.schedule": "inverse_sqrt"},
+        "optimizer.decay_steps=3 has no use with optimizer.schedule='inverse_sqrt'",
+    ),
+    (
+        {"optimizer.final_fraction": 0.5, "optimizer.schedule": "inverse_sqrt"},
+        "optimizer.final_fraction=0.5 has no use with optimizer.schedule='inverse_sqrt'",
+    ),
+    (
+        {"optimizer.schedule": "1-sqrt"},
+        "optimizer.schedule=1-sqrt has no use with optimizer.decay_steps=0, where the learning "
+        "rate is constant",
     ),
     (
         {"optimizer.final_fraction": 0.5, "optimizer.schedule": "constant"},

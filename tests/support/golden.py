@@ -9,8 +9,11 @@ import json
 import pathlib
 from unittest import mock
 
-from jaxtrain import cli, loop, train
+from jaxtrain import cli, loop, prepare
+from jaxtrain import train_command as train
 from jaxtrain.config.rules.checks import Environment
+from jaxtrain.config.rules.mesh_rules import on_mesh
+from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import WallClock
 from support import ROOT
@@ -37,17 +40,11 @@ def run(recipe: str, folder: pathlib.Path) -> dict[str, float]:
     ]
     config, flags = cli.parse(words, train.DESCRIPTION, train.FLAGS)
     environment = Environment(8, "cpu", flags.recipe)
-    ready = train.find_tables(config, environment)
+    checked = CheckedRun(config, environment, on_mesh(config, 8))
+    prepared = prepare.prepare(checked, folder, reads_times=False, measures_times=False)
     # its program takes long to compile, and other tests have it
     with mock.patch.object(loop.Evaluation, "loss", return_value=None):
-        loop.run(
-            ready.resolved,
-            ready.setup,
-            folder,
-            WallClock(),
-            unresolved=config,
-            environment=environment,
-        )
+        loop.run(prepared, WallClock())
     records = read_metrics(folder)
     return {
         f"step {record['step']} {name}": record[name]

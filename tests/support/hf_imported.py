@@ -19,9 +19,9 @@ from jaxtrain.config import Config, replace
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.hf.model_config import family_of, read_model
 from jaxtrain.hf.run_config import read_published
-from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
 from jaxtrain.models import transformer
-from jaxtrain.training.state import ParameterLayout
+from jaxtrain.training.parameter_layout import ParameterLayout
 from support import hf_reference
 
 PARAMETERS = "params/"
@@ -57,7 +57,7 @@ class Imported:
         return result
 
 
-def fill(array: np.ndarray, rule: Rule, tensor: np.ndarray) -> None:
+def fill(array: np.ndarray, rule: TensorRule, tensor: np.ndarray) -> None:
     """Writes a complete published tensor into its places of a stored array."""
     window = rule.covers([range(size) for size in array.shape[len(rule.index) :]])
     rule.store(tensor, [range(size) for size in tensor.shape], array[rule.region], window)
@@ -75,7 +75,7 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def laid_out(values: Mapping[str, Any], **changes: Any) -> tuple:
     """(rules, tensors, shapes of the parameters) of a config.json."""
     family, model, _ = read_model(values, "config.json")
-    config = replace(Config(model=model), {"data.sequence_length": 16} | changes).resolve()
+    config = replace(Config(model=model), {"data.sequence_length": 16} | changes).fill()
     shapes = parameter_shapes(config)
     return *family.layout(config.model, values, shapes), shapes
 
@@ -91,7 +91,7 @@ def imported(
     changes: settings by path, such as "mesh.stage"
     """
     family, model, _ = read_model(values, "config.json")
-    config = replace(Config(model=model), PLAIN_LOSS | dict(changes)).resolve()
+    config = replace(Config(model=model), PLAIN_LOSS | dict(changes)).fill()
     shapes = parameter_shapes(config)
     rules, tensors = family.layout(config.model, values, shapes)
     published = weights({tensor.name: tensor.shape for tensor in tensors})
@@ -127,7 +127,7 @@ def complete(
 def restored(workdir: pathlib.Path) -> tuple[Config, ParameterLayout, dict]:
     """A run's resolved config, and the layout and parameters of its checkpoint of step 0."""
     checkpoints = workdir / "checkpoints"
-    config = Meta.from_json(read_meta(checkpoints, 0)).stored_config().resolve()
+    config = Meta.from_json(read_meta(checkpoints, 0)).stored_config()
     config = replace(config, {"precision.compute": "float32"})
     layout, params = load_parameters(
         checkpoints, 0, config.model, config.precision, independent_replicas=False

@@ -1,4 +1,4 @@
-"""Scripts of this folder in processes with transformers (requirements-transformers.txt)."""
+"""Scripts of this folder in processes with transformers (requirements/transformers.txt)."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from support import ROOT
 
 PACKAGES = ROOT / ".venv-transformers"
 INSTALL_COMMAND = (
-    f"python -m pip install --no-deps --target {PACKAGES.name} -r requirements-transformers.txt"
+    f"python -m pip install --no-deps --target {PACKAGES.name} -r requirements/transformers.txt"
 )
 
 

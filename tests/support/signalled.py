@@ -13,23 +13,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain import BEGAN, train
+from jaxtrain import BEGAN
+from jaxtrain import train_command as train
 from jaxtrain.run import streams
 
 # Moment → (module, name) of a function that is called then.
 MOMENTS = {
     "imports": ("jaxtrain.devices.startup", "start_jax"),
-    "table": ("jaxtrain.train", "make_setup"),
+    "table": ("jaxtrain.prepare", "make_setup"),
     "data": ("jaxtrain.data.tokens", "_tokenize"),
     "tracing": ("jaxtrain.loop", "make_step"),
     "compiling": ("jaxtrain.devices.cluster", "compile_everywhere"),
-    "restoring": ("jaxtrain.checkpoint.checkpoints", "restore_newest"),
+    "restoring": ("jaxtrain.checkpoint.resuming", "restore_newest"),
     "step": ("jaxtrain.data.loader", "Feed.next"),
     "saving": ("jaxtrain.checkpoint.saving", "SaveThread._write"),
     "finishing a save": ("jaxtrain.checkpoint.saving", "SaveThread._finish"),
     "evaluating": ("jaxtrain.training.evaluation", "Evaluation.loss"),
     "ending": ("jaxtrain.loop", "AfterWarmUp.finish"),
-    "sampling": ("jaxtrain.loop", "sample_text"),
+    "sampling": ("jaxtrain.run_end", "sample_text"),
 }
 LASTS_S = 0.5
 

@@ -4,7 +4,8 @@
 import sys
 import time
 
-from jaxtrain import BEGAN, train
+from jaxtrain import BEGAN
+from jaxtrain import train_command as train
 from jaxtrain.data import loader
 from jaxtrain.data.loader import Batch, Loader
 

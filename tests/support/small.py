@@ -17,12 +17,8 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.parallel import replicas
-from jaxtrain.training.state import (
-    ParameterLayout,
-    TrainState,
-    abstract_state,
-    with_working,
-)
+from jaxtrain.training.parameter_layout import ParameterLayout
+from jaxtrain.training.state import TrainState, abstract_state, with_working
 
 SMALL = configs.replace(
     Config(),

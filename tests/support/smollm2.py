@@ -7,7 +7,7 @@
                      "logits": of the first prompt, float32 [T, V]
                      "batch": ids [T + 1], of the same prompt over and over; "loss": its mean
 
-Runs in a process of its own with the packages of requirements-transformers.txt. GGUF has queries'
+Runs in a process of its own with the packages of requirements/transformers.txt. GGUF has queries'
 and keys' rows in another order, which transformers undoes.
 """
 

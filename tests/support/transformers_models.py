@@ -15,7 +15,7 @@ A folder with a config.json gets
     gradients.safetensors the loss's gradient by the published names; NaN: no parameter
     error.txt             instead of these, what transformers says against the config
 
-Runs in a process of its own with the packages of requirements-transformers.txt; jax is not
+Runs in a process of its own with the packages of requirements/transformers.txt; jax is not
 imported. One process serves many models: torch takes seconds to start.
 """
 

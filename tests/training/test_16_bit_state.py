@@ -17,7 +17,12 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import load_parameters, restore
 from jaxtrain.planner.programs.compile_check import cast_bytes
 from jaxtrain.planner.programs.program import Program
-from jaxtrain.training.state import bytes_per_device, stored_shapes, with_working
+from jaxtrain.training.state import (
+    bytes_per_device,
+    stored_parameters,
+    stored_shapes,
+    with_working,
+)
 from jaxtrain.training.step import make_step
 
 MASTERS = {"precision.params": "bfloat16"}
@@ -315,7 +320,7 @@ def test_independent_replicas_exchange_what_updates_change(form):
         jax.tree.leaves(anchor),
         jax.tree.leaves(state.anchor),
         jax.tree.leaves(state.read),
-        jax.tree.leaves(step.layout.in_stacks(step.layout.stored)),
+        jax.tree.leaves(stored_parameters(step.layout)),
         strict=True,
     ):
         del spec

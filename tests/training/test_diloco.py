@@ -26,8 +26,9 @@ from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
 from jaxtrain.planner.programs.program import Program
-from jaxtrain.training.step import Step, combine_replicas, make_step, step_metrics
-from jaxtrain.training.update.optimizer import make_optimizer
+from jaxtrain.training.one_step import combine_replicas, step_metrics
+from jaxtrain.training.step import Step, make_step
+from jaxtrain.training.update.optimizer import Optimizer
 
 STEPS, INNER = 7, 3
 
@@ -85,7 +86,7 @@ def reference(cfg: Config) -> Run:
     replica = cfg.mesh.replica
     optimizer, train = plain_step(
         dataclasses.replace(
-            cfg, mesh=MeshConfig(), pipeline=PipelineConfig(), parallel=ParallelConfig()
+            cfg.as_read(), mesh=MeshConfig(), pipeline=PipelineConfig(), parallel=ParallelConfig()
         )
     )
     outer = optax.sgd(
@@ -124,7 +125,7 @@ def plain_step(cfg: Config):
         "layers": parts.specs["layer"],
         "head": parts.specs["head"],
     }
-    optimizer = make_optimizer(cfg.optimizer, cfg.train.steps, specs)
+    optimizer = Optimizer(cfg.optimizer, cfg.train.steps, specs)
 
     def mean_loss(params, batch):
         losses = optax.softmax_cross_entropy_with_integer_labels(

@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.models.spec import Spec
-from jaxtrain.training.update.optimizer import learning_rate, make_optimizer
+from jaxtrain.training.update.optimizer import Optimizer, learning_rate
 
 
 def rates(steps: int, **fields) -> list[float]:
@@ -40,6 +40,16 @@ def test_constant_with_a_final_decay():
     assert rates(5, schedule="constant") == [1] * 8
 
 
+def test_an_inverse_root_begins_at_the_peak_of_the_warm_up():
+    """Vaswani et al. 2017: min(step^-0.5, step · warm-up^-1.5), over its largest value."""
+    warm_up, steps = 4, range(1, 14)
+    noam = np.array([min(step**-0.5, step * warm_up**-1.5) for step in steps])
+    got = rates(10, warmup_steps=warm_up, schedule="inverse_sqrt")
+    np.testing.assert_allclose(got, noam / noam.max(), rtol=1e-6)
+    got = rates(10, schedule="inverse_sqrt")
+    np.testing.assert_allclose(got, [step**-0.5 for step in steps], rtol=1e-6)
+
+
 SPECS = {
     "matrix": Spec((2, 3), ("width", "mlp"), std=0.1),
     "norm": Spec((3,), ("width",), constant=1.0),
@@ -57,7 +67,7 @@ def test_adamw(clip_norm):
         b2=0.9,
         epsilon=1e-3,
     )
-    optimizer = make_optimizer(cfg, 10, SPECS)
+    optimizer = Optimizer(cfg, 10, SPECS)
     random = np.random.default_rng(0)
     params = {k: np.float32(random.normal(size=s.shape)) for k, s in SPECS.items()}
     state, mine = optimizer.init(params), dict(params)
@@ -76,7 +86,7 @@ def test_adamw(clip_norm):
 
 
 def test_only_matrices_decay():
-    optimizer = make_optimizer(
+    optimizer = Optimizer(
         OptimizerConfig(learning_rate=0.5, schedule="constant", weight_decay=0.1), 10, SPECS
     )
     params = {k: np.ones(s.shape, np.float32) for k, s in SPECS.items()}
@@ -88,7 +98,7 @@ def test_only_matrices_decay():
 def test_clipping_does_not_change_what_a_checkpoint_holds():
     params = {k: np.ones(s.shape, np.float32) for k, s in SPECS.items()}
     clipped, free = (
-        make_optimizer(OptimizerConfig(clip_norm=c), 10, SPECS).init(params) for c in (1.0, 0.0)
+        Optimizer(OptimizerConfig(clip_norm=c), 10, SPECS).init(params) for c in (1.0, 0.0)
     )
     assert [p for p, _ in jax.tree_util.tree_leaves_with_path(clipped)] == [
         p for p, _ in jax.tree_util.tree_leaves_with_path(free)

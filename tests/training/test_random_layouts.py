@@ -17,7 +17,8 @@ from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.training.step import CompiledSteps, make_step
+from jaxtrain.training.several_steps import CompiledSteps
+from jaxtrain.training.step import make_step
 
 SEEDS = range(100)
 DEVICES = 8

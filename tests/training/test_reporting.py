@@ -14,11 +14,11 @@ from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.peers import Slowest, Stragglers
-from jaxtrain.run.wall_clock import Part, WallClock
+from jaxtrain.run.wall_clock import Phase, WallClock
+from jaxtrain.training.one_step import combine_replicas, step_metrics
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter
 from jaxtrain.training.requests import Request, no_request
-from jaxtrain.training.step import combine_replicas, step_metrics
 
 
 class Log:
@@ -73,7 +73,7 @@ def reporter(
         exchange_every=0 if combine_metrics is None else 5,
     )
     clock = WallClock(4.0, clock=lambda: 6.5)
-    clock.enter(Part.STEPPING)
+    clock.enter(Phase.STEPPING)
     detector = SpikeDetector(TrainConfig(**policy), lambda number: f"batch {number}: its rows")
     return Reporter(
         intervals=intervals,

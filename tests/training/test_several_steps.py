@@ -1,17 +1,17 @@
 """Several steps in one program (`pipeline.steps_per_program`): losses, norms, metrics and state are
 bit for bit those of one step at a time, with clipped and with skipped steps among them."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 from support import plain_loop, small
 from support.small import Case
 
-from jaxtrain.training.several_steps import StepMetrics
+from jaxtrain import config as configs
+from jaxtrain.training.one_step import StepMetrics
+from jaxtrain.training.several_steps import CompiledSteps
 from jaxtrain.training.state import TrainState
-from jaxtrain.training.step import CompiledSteps, Step, make_step
+from jaxtrain.training.step import Step, make_step
 
 SKIP = {"train.on_nonfinite": "skip"}
 # The first cases' norms are between 0.5 and 1.1; see `test_same_bits` for what this makes of them.
@@ -163,6 +163,6 @@ def test_a_program_of_several_steps_is_made_where_it_is_asked_for():
     step = make_step(cfg, small.mesh_of(cfg))
     assert step.several is not None and step.setup.several is not None
     assert step.setup.several.steps == step.steps_per_program == 2
-    one = dataclasses.replace(cfg.pipeline, steps_per_program=1)
-    alone = make_step(dataclasses.replace(cfg, pipeline=one), small.mesh_of(cfg))
+    one = configs.replace(cfg, {"pipeline.steps_per_program": 1}).resolve()
+    alone = make_step(one, small.mesh_of(cfg))
     assert alone.several is None and alone.setup.several is None

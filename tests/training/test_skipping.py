@@ -9,6 +9,7 @@ import pytest
 from support import plain_loop, small
 from support.small import Case
 
+from jaxtrain import config as configs
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.step import Step, make_step
 
@@ -119,9 +120,7 @@ def test_a_run_that_stops_has_no_guard_in_its_program():
     cfg = Case((1, 1, 1)).config(small.PLAIN_LAYER)
     texts = []
     for choice in ("stop", "skip"):
-        changed = dataclasses.replace(
-            cfg, train=dataclasses.replace(cfg.train, on_nonfinite=choice)
-        )
+        changed = configs.replace(cfg, {"train.on_nonfinite": choice}).resolve()
         step = make_step(changed, small.mesh_of(changed))
         with jax.set_mesh(step.mesh):
             texts.append(step.train.lower(step.abstract_state(), step.abstract_batch).as_text())

@@ -12,8 +12,9 @@ import pytest
 from support import small
 
 from jaxtrain.planner.programs.program import Program
+from jaxtrain.training.initial_values import initial_values, random_keys
+from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.state import (
-    ParameterLayout,
     abstract_state,
     bytes_per_device,
     initial_state,
@@ -165,8 +166,8 @@ def test_each_device_makes_its_own_shards():
     whole = max(a.size for a in jax.tree.leaves(layout.shapes))
     assert max(shards) == whole // 4, "tables lie over stage and model, layers' matrices over model"
     with jax.set_mesh(layout.mesh):
-        make = jax.jit(layout.initial, out_shardings=layout.shardings)
-        program = Program(make.lower(layout.keys(0)).compile().as_text())
+        make = jax.jit(functools.partial(initial_values, layout), out_shardings=layout.shardings)
+        program = Program(make.lower(random_keys(layout, 0)).compile().as_text())
     largest = max(size for i in program.below(program.entry) for size in i.sizes)
     assert largest <= 2 * max(shards), "embedding and head have one shape, and are drawn together"
     assert [i for i in program.below(program.entry) if i.collective] == []

@@ -16,7 +16,8 @@ from support.small import Case
 
 from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
 from jaxtrain.run.metrics import METRICS, host
-from jaxtrain.training.step import combine_replicas, make_step, step_metrics
+from jaxtrain.training.one_step import combine_replicas, step_metrics
+from jaxtrain.training.step import make_step
 
 STEPS = 2
 MODEL = {
@@ -80,7 +81,7 @@ def on_one_device(cfg: Config, replicas: int = 1) -> list[list[dict]]:
     batch."""
     batches = [small.batch(cfg, i) for i in range(STEPS)]
     alone = dataclasses.replace(
-        cfg,
+        cfg.as_read(),
         data=dataclasses.replace(cfg.data, batch_size=cfg.data.batch_size // replicas),
         mesh=MeshConfig(data=1),
         pipeline=PipelineConfig(),

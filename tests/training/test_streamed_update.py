@@ -12,8 +12,9 @@ from support.small import Case
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.devices.state_file import is_on_disk
+from jaxtrain.training.compiled_step import start_compiling
 from jaxtrain.training.state import bytes_on_disk, bytes_per_device, initial_state, stored_shapes
-from jaxtrain.training.step import make_step, start_compiling
+from jaxtrain.training.step import make_step
 from jaxtrain.training.update import streamed_update
 
 CASES = {"one device": Case((1, 1, 1), microbatches=2)}
@@ -142,3 +143,15 @@ def test_checkpoints_do_not_know_of_it(tmp_path):
     on_disk = bytes_on_disk(first.abstract_state())
     whole = bytes_per_device(plain.abstract_state())
     assert bytes_per_device(first.abstract_state()) == whole - on_disk < whole
+
+
+def test_a_first_state_without_the_file(tmp_path):
+    """As when op times are measured: ops read the copies of masters, and all else is in memory."""
+    disk = {"parallel.offload": "optimizer", "parallel.offload_directory": str(tmp_path)}
+    cfg = MORE["masters"].config({"model.layers": 2} | disk)
+    step = make_step(cfg, small.mesh_of(cfg))
+    read = initial_state(step.layout, step.optimizer, 0).read
+    for value, expected in zip(
+        jax.tree.leaves(read), jax.tree.leaves(step.abstract_state().read), strict=True
+    ):
+        assert (value.shape, value.dtype) == (expected.shape, expected.dtype)

@@ -7,7 +7,6 @@ size too: if fewer shards split it, more microbatches do, so a device has as man
 microbatch as before, and needs as much memory for them.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,25 +16,21 @@ from jaxtrain.config import (
     Config,
     DataConfig,
     MeshConfig,
-    ModelConfig,
+    MeshedConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    ResolvedModel,
     TrainConfig,
 )
 from jaxtrain.config.kernels import QUANTIZED
-from jaxtrain.config.rules.rules import Changes, Rule, Violation, divisors, near, values_for
+from jaxtrain.config.rules.rules import Changes, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.schedule.orders import CSV
 
-AXES = tuple(f.name for f in dataclasses.fields(MeshConfig) if f.type is int)
+AXES = tuple(MeshConfig().sizes())
 REPLICA, DATA, MICROBATCHES = "mesh.replica", "mesh.data", "pipeline.microbatches"
 CUTS_THE_MODEL = ("stage", "context", "expert", "model")
-
-
-def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
-    """Axis → size, slowest network first."""
-    return {axis: getattr(mesh, axis) for axis in AXES}
 
 
 def filled(config: Config, devices: int | None) -> Config:
@@ -45,12 +40,18 @@ def filled(config: Config, devices: int | None) -> Config:
         return config
     if config.mesh.elastic:
         config = adapted(config, devices)
-    sizes = axis_sizes(config.mesh)
+    sizes = config.mesh.sizes()
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) != 1 or fixed < 1 or devices % fixed:
         return config
     return cfg.replace(config, {f"mesh.{open_axes[0]}": devices // fixed})
+
+
+def on_mesh(config: Config, devices: int | None) -> MeshedConfig:
+    """The config on the mesh that it has with this number of devices, or of its own sizes if that
+    is None. Raises ValueError if no size fits; `mesh_uses_devices` is the rule about that."""
+    return filled(config, devices).on_own_mesh()
 
 
 # --- elastic --------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def _elastic_microbatches(
     )
 
 
-def elastic_notes(requested: Config, config: Config) -> list[str]:
+def elastic_notes(requested: Config, config: MeshedConfig) -> list[str]:
     """A line with the settings of the requested config that an elastic mesh has changed; [] if it
     has changed none."""
     pairs = {
@@ -137,7 +138,7 @@ def elastic_notes(requested: Config, config: Config) -> list[str]:
     ]
     if not changed:
         return []
-    devices = math.prod(axis_sizes(config.mesh).values())
+    devices = math.prod(config.mesh.sizes().values())
     return [
         f"elastic: {', '.join(changed)} for the {devices} device{'s'[: devices > 1]} at hand; a "
         f"step still has {config.data.batch_size} sequences"
@@ -149,7 +150,7 @@ def elastic_notes(requested: Config, config: Config) -> list[str]:
 
 def axes_have_sizes(mesh: MeshConfig) -> Iterator[Violation]:
     """Sizes are at least 1, and one may be -1."""
-    sizes = axis_sizes(mesh)
+    sizes = mesh.sizes()
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             path = f"mesh.{axis}"
@@ -169,7 +170,7 @@ def axes_have_sizes(mesh: MeshConfig) -> Iterator[Violation]:
 
 def mesh_uses_devices(mesh: MeshConfig, devices: int) -> Iterator[Violation]:
     """The product of the sizes is the number of devices, or divides it if one of them is -1."""
-    sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size != -1}
+    sizes = {axis: size for axis, size in mesh.sizes().items() if size != -1}
     product = math.prod(sizes.values())
     is_open = len(sizes) < len(AXES)
     if product == devices or (is_open and devices % product == 0):
@@ -209,15 +210,15 @@ def _mesh_fixes(
 # --- rules of what an axis cuts -------------------------------------------------------------------
 
 
-def kv_heads_fit(m: ModelConfig, size: int) -> bool:
-    """True if `size` devices of the model axis split the key/value heads of a resolved model, or
-    share each of them evenly."""
+def kv_heads_fit(m: ResolvedModel, size: int) -> bool:
+    """True if `size` devices of the model axis split the key/value heads, or share each of them
+    evenly."""
     return m.kv_heads % size == 0 or (
         size % m.kv_heads == 0 and m.head_dim % (size // m.kv_heads) == 0
     )
 
 
-def mlp_widths(m: ModelConfig) -> dict[str, int]:
+def mlp_widths(m: ResolvedModel) -> dict[str, int]:
     """Field → the width of each MLP of the model that the model axis splits."""
     names = ["expert_width"] * bool(m.experts) + ["mlp_width"] * (
         not m.experts or m.dense_layers > 0
@@ -225,8 +226,8 @@ def mlp_widths(m: ModelConfig) -> dict[str, int]:
     return {name: getattr(m, name) for name in names}
 
 
-def _context_axis_divides(
-    mesh: MeshConfig, parallel: ParallelConfig, model: ModelConfig, data: DataConfig
+def context_axis_divides(
+    mesh: MeshConfig, parallel: ParallelConfig, model: ResolvedModel, data: DataConfig
 ) -> Iterator[Violation]:
     """The sequence is cut into two chunks for each device of `context`, which `model` splits
     further. Ulysses splits heads over both axes."""
@@ -263,7 +264,7 @@ def _context_axis_divides(
         )
 
 
-def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Violation]:
+def expert_axis_divides(mesh: MeshConfig, model: ResolvedModel) -> Iterator[Violation]:
     size, experts = mesh.expert, model.experts
     if size <= 1:
         return
@@ -283,8 +284,8 @@ def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Viola
         )
 
 
-def _expert_nodes(
-    parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig
+def expert_nodes_divide(
+    parallel: ParallelConfig, mesh: MeshConfig, model: ResolvedModel
 ) -> Iterator[Violation]:
     """A node has several devices of `expert`, and numbers of tokens between nodes are not fixed."""
     path, nodes, size = "parallel.expert_nodes", parallel.expert_nodes, mesh.expert
@@ -309,8 +310,8 @@ def _expert_nodes(
         )
 
 
-def _model_axis_divides(
-    mesh: MeshConfig, model: ModelConfig, data: DataConfig
+def model_axis_divides(
+    mesh: MeshConfig, model: ResolvedModel, data: DataConfig
 ) -> Iterator[Violation]:
     """`model` splits heads, the MLP, and the sequence between the blocks."""
     size = mesh.model
@@ -336,7 +337,7 @@ def _model_axis_divides(
         yield Violation("mesh.model", rule, fixes, show=4)
 
 
-def _products_over_model(
+def products_over_model_are_built(
     parallel: ParallelConfig, mesh: MeshConfig, precision: PrecisionConfig
 ) -> Iterator[Violation]:
     """Products over `model` beside their messages."""
@@ -357,7 +358,7 @@ def _products_over_model(
         )
 
 
-def _reductions(
+def reductions_fit(
     parallel: ParallelConfig, train: TrainConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
     """Gradients over `data`, and the outer steps of independent replicas (DiLoCo)."""
@@ -398,7 +399,7 @@ def _reductions(
         )
 
 
-def _batch_divides(
+def batch_divides(
     data: DataConfig, mesh: MeshConfig, pipeline: PipelineConfig
 ) -> Iterator[Violation]:
     batch, micro = data.batch_size, pipeline.microbatches
@@ -434,13 +435,13 @@ def blocks_divide(
     precision: PrecisionConfig,
     parallel: ParallelConfig,
     mesh: MeshConfig,
-    model: ModelConfig,
+    model: ResolvedModel,
     data: DataConfig,
 ) -> Iterator[Violation]:
     """A block of numbers with one scale lies on one device, along each dimension that products
     contract. Two chunks of a sequence are apart where `context` splits it."""
     path = "precision.matmul"
-    if precision.matmul != "mxfp8" or model.experts or min(axis_sizes(mesh).values()) < 1:
+    if precision.matmul != "mxfp8" or model.experts or min(mesh.sizes().values()) < 1:
         return
     chunks = 2 * mesh.context if mesh.context > 1 else 1
     shards = mesh.data if parallel.zero == 3 else 1
@@ -468,15 +469,3 @@ def blocks_divide(
             ],
             show=4,
         )
-
-
-RULES: tuple[Rule, ...] = (
-    blocks_divide,
-    _context_axis_divides,
-    _expert_axis_divides,
-    _expert_nodes,
-    _model_axis_divides,
-    _products_over_model,
-    _reductions,
-    _batch_divides,
-)

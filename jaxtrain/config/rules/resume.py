@@ -4,7 +4,7 @@ those that do. No jax."""
 from collections.abc import Iterator
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config
+from jaxtrain.config import FilledConfig, ResolvedConfig, StoredConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.rules.rules import Violation
 
@@ -29,8 +29,8 @@ _FREE = (
 CANNOT = "cannot continue a checkpoint"
 
 
-def violations(config: Config, stored: Config) -> Iterator[Violation]:
-    """The fields in which a resolved config may not differ from the stored one of its checkpoint,
+def violations(config: FilledConfig, stored: StoredConfig) -> Iterator[Violation]:
+    """The fields in which a config may not differ from that of the checkpoint which it resumes,
     data's first, for model.max_positions follows data.sequence_length."""
     free = {*_FREE}
     if config.model.positions == "rotary":
@@ -50,14 +50,9 @@ def violations(config: Config, stored: Config) -> Iterator[Violation]:
             yield Violation(path, f"{CANNOT} of {path}={value!r}", [{path: value}])
 
 
-def changes(stored: Config, config: Config) -> list[str]:
+def changes(stored: StoredConfig, config: ResolvedConfig) -> list[str]:
     """The differences between a checkpoint's config and the one that resumes it: lines such as
-    "optimizer.learning_rate: 0.003 → 0.1".
-
-    Both with their dependent defaults and the mesh's sizes filled in. A setting that the checkpoint
-    does not know had its default.
-    """
-    stored, config = stored.resolve(), config.resolve()
+    "optimizer.learning_rate: 0.003 → 0.1"."""
     pairs = ((path, cfg.get(stored, path), cfg.get(config, path)) for path in cfg.fields())
     return [
         f"{path}: {_text(before)} → {_text(after)}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ModelConfig, ResolvedModel
 from jaxtrain.hf.entries import (
     Fixed,
     Integer,
@@ -20,14 +20,14 @@ from jaxtrain.hf.entries import (
     Training,
 )
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.tensor_rules import PublishedTensor, Rule, check_coverage, published_tensors
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule, check_coverage, published_tensors
 
 # Counts that training keeps among the parameters; no published model has them.
 COUNTERS = ("mlp/router/load", "mlp/router/dropped")
 ROTARY_BUFFER = "rotary_emb.inv_freq"  # in files of older versions
 EMBEDDING, HEAD = "embed/table", "lm_head.weight"  # stored array, published tensor
 
-Rules = Callable[[ModelConfig, Mapping[str, Any]], Iterator[Rule]]
+Rules = Callable[[ResolvedModel, Mapping[str, Any]], Iterator[TensorRule]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Family:
     model_type, architecture: as in config.json
     models:  published ones, for people
     table:   the fields of config.json in the model, both ways, in the order in which they are read
-    rules:   (resolved model, config.json) → the rules of all tensors
+    rules:   (model, config.json) → the rules of all tensors
     aliases: other name of a field → its name in the table (transformers' `attribute_map`)
     prefix:  before the names of all tensors but the output matrix; files of older versions lack it
     dropped: the ends of names of tensors that hold no parameters
@@ -59,8 +59,8 @@ class Family:
             settings |= entry.read(fields, settings)
         return settings
 
-    def write(self, model: ModelConfig, length: int) -> Settings:
-        """The config.json of a resolved model, whose longest sequence has `length` tokens."""
+    def write(self, model: ResolvedModel, length: int) -> Settings:
+        """The config.json of a model, whose longest sequence has `length` tokens."""
         values: Settings = {}
         for entry in self.table:
             values |= entry.write(model, length)
@@ -73,11 +73,11 @@ class Family:
 
     def layout(
         self,
-        model: ModelConfig,
+        model: ResolvedModel,
         config: Mapping[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
-    ) -> tuple[list[Rule], list[PublishedTensor]]:
-        """The rules and the tensors of a resolved model with this config.json.
+    ) -> tuple[list[TensorRule], list[PublishedTensor]]:
+        """The rules and the tensors of a model with this config.json.
 
         shapes: stored array → shape, of all parameters
         """
@@ -87,7 +87,7 @@ class Family:
         return rules, list(published_tensors(rules, published))
 
     def copies(
-        self, model: ModelConfig, tensors: Sequence[PublishedTensor]
+        self, model: ResolvedModel, tensors: Sequence[PublishedTensor]
     ) -> dict[str, PublishedTensor]:
         """Name of a tensor that a folder may have besides those of `layout` → the one of these that
         has its numbers: the output matrix of tied embeddings, and both tables in prediction
@@ -201,14 +201,14 @@ class ExpertNames:
 
 
 def decoder_rules(
-    model: ModelConfig, config: Mapping[str, Any], names: ExpertNames = ExpertNames()
-) -> Iterator[Rule]:
+    model: ResolvedModel, config: Mapping[str, Any], names: ExpertNames = ExpertNames()
+) -> Iterator[TensorRule]:
     """The rules of a decoder as Llama is published, with any kind of attention and MLP that the
     model has."""
-    yield Rule("model.embed_tokens.weight", "embed/table")
-    yield Rule("model.norm.weight", "head/norm/scale")
+    yield TensorRule("model.embed_tokens.weight", "embed/table")
+    yield TensorRule("model.norm.weight", "head/norm/scale")
     if not model.tied_embeddings:
-        yield Rule("lm_head.weight", "head/table")
+        yield TensorRule("lm_head.weight", "head/table")
     # a family without this field has pairs
     interleaved = config.get("rope_interleave", True)
     for layer, arrays, index in layers_of(model):
@@ -217,24 +217,26 @@ def decoder_rules(
         yield from _layer(model, interleaved, experts, f"model.layers.{layer}", arrays, index)
     for number, module in enumerate(prediction_modules(model)):
         arrays, experts = f"predictors/{number}", names if model.experts else None
-        yield Rule(f"{module}.enorm.weight", f"{arrays}/token_norm/scale")
-        yield Rule(f"{module}.hnorm.weight", f"{arrays}/hidden_norm/scale")
-        yield Rule(f"{module}.eh_proj.weight", f"{arrays}/project/weight", transpose=True)
+        yield TensorRule(f"{module}.enorm.weight", f"{arrays}/token_norm/scale")
+        yield TensorRule(f"{module}.hnorm.weight", f"{arrays}/hidden_norm/scale")
+        yield TensorRule(f"{module}.eh_proj.weight", f"{arrays}/project/weight", transpose=True)
         yield from _layer(model, interleaved, experts, module, f"{arrays}/block", ())
-        yield Rule(f"{module}.shared_head.norm.weight", f"{arrays}/norm/scale")
+        yield TensorRule(f"{module}.shared_head.norm.weight", f"{arrays}/norm/scale")
 
 
 def _layer(
-    model: ModelConfig,
+    model: ResolvedModel,
     interleaved: bool,
     experts: ExpertNames | None,
     tensors: str,
     arrays: str,
     index: tuple[int, ...],
-) -> Iterator[Rule]:
+) -> Iterator[TensorRule]:
     """Rules of a layer. interleaved: as in `_latent_attention`; experts: None for an MLP"""
-    yield Rule(f"{tensors}.input_layernorm.weight", f"{arrays}/attention_norm/scale", index)
-    yield Rule(f"{tensors}.post_attention_layernorm.weight", f"{arrays}/mlp_norm/scale", index)
+    yield TensorRule(f"{tensors}.input_layernorm.weight", f"{arrays}/attention_norm/scale", index)
+    yield TensorRule(
+        f"{tensors}.post_attention_layernorm.weight", f"{arrays}/mlp_norm/scale", index
+    )
     attention = f"{tensors}.self_attn", f"{arrays}/attention", index
     if model.attention == "mla":
         yield from _latent_attention(model, interleaved, *attention)
@@ -246,28 +248,28 @@ def _layer(
         yield from _mlp(model, f"{tensors}.mlp", f"{arrays}/mlp", index)
 
 
-def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iterator[Rule]:
+def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iterator[TensorRule]:
     """Rules of a matrix, and of its bias."""
-    yield Rule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
+    yield TensorRule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
     if bias:
-        yield Rule(f"{tensor}.bias", f"{array}/bias", index)
+        yield TensorRule(f"{tensor}.bias", f"{array}/bias", index)
 
 
 def _grouped_attention(
-    model: ModelConfig, tensors: str, arrays: str, index: tuple[int, ...]
-) -> Iterator[Rule]:
+    model: ResolvedModel, tensors: str, arrays: str, index: tuple[int, ...]
+) -> Iterator[TensorRule]:
     """Rules of query, key, value and output matrices. Both sides rotate halves of a head."""
     for name, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
         bias = ("out" if part == "out" else "qkv") in model.biases
         yield from _matrix(f"{tensors}.{name}_proj", f"{arrays}/{part}", index, bias)
     if model.qk_norm:
-        yield Rule(f"{tensors}.q_norm.weight", f"{arrays}/query_norm/scale", index)
-        yield Rule(f"{tensors}.k_norm.weight", f"{arrays}/key_norm/scale", index)
+        yield TensorRule(f"{tensors}.q_norm.weight", f"{arrays}/query_norm/scale", index)
+        yield TensorRule(f"{tensors}.k_norm.weight", f"{arrays}/key_norm/scale", index)
 
 
 def _latent_attention(
-    model: ModelConfig, interleaved: bool, tensors: str, arrays: str, index: tuple[int, ...]
-) -> Iterator[Rule]:
+    model: ResolvedModel, interleaved: bool, tensors: str, arrays: str, index: tuple[int, ...]
+) -> Iterator[TensorRule]:
     """Rules of an attention through latents. Its rotated columns are pairs if `interleaved`, and
     halves in a checkpoint."""
     plain, rope, queries, latent = (
@@ -280,7 +282,7 @@ def _latent_attention(
     head = np.concatenate([np.arange(plain), plain + rotated])
     heads = (np.arange(model.heads)[:, None] * (plain + rope) + head).ravel()
     key = np.concatenate([np.arange(latent), latent + rotated])
-    matrix = lambda name, part, taken=None, columns=None, kind="weight": Rule(
+    matrix = lambda name, part, taken=None, columns=None, kind="weight": TensorRule(
         f"{tensors}.{name}.{kind}",
         f"{arrays}/{part}/{kind}",
         index,
@@ -294,9 +296,9 @@ def _latent_attention(
         columns = (queries, queries + latent + rope)
         yield matrix("kv_a_proj_with_mqa", "compress", key, columns, kind)
     if queries:
-        yield Rule(f"{tensors}.q_a_layernorm.weight", f"{arrays}/query_norm/scale", index)
+        yield TensorRule(f"{tensors}.q_a_layernorm.weight", f"{arrays}/query_norm/scale", index)
     yield matrix("q_b_proj" if queries else "q_proj", "query", heads)
-    yield Rule(f"{tensors}.kv_a_layernorm.weight", f"{arrays}/norm/scale", index)
+    yield TensorRule(f"{tensors}.kv_a_layernorm.weight", f"{arrays}/norm/scale", index)
     yield matrix("kv_b_proj", "expand")
     yield from _matrix(f"{tensors}.o_proj", f"{arrays}/out", index, "out" in model.biases)
 
@@ -307,24 +309,26 @@ def _halves(size: int, interleaved: bool) -> np.ndarray:
     return np.concatenate([order[::2], order[1::2]]) if interleaved else order
 
 
-def _mlp(model: ModelConfig, tensors: str, arrays: str, index: tuple[int, ...]) -> Iterator[Rule]:
+def _mlp(
+    model: ResolvedModel, tensors: str, arrays: str, index: tuple[int, ...]
+) -> Iterator[TensorRule]:
     for part in ("gate", "up", "down"):
         bias = "mlp" in model.biases
         yield from _matrix(f"{tensors}.{part}_proj", f"{arrays}/{part}", index, bias)
 
 
 def _experts(
-    model: ModelConfig, names: ExpertNames, tensors: str, arrays: str, index: tuple[int, ...]
-) -> Iterator[Rule]:
+    model: ResolvedModel, names: ExpertNames, tensors: str, arrays: str, index: tuple[int, ...]
+) -> Iterator[TensorRule]:
     """Rules of a layer's router, of its experts, and of those that all tokens use."""
     module = f"{tensors}.{names.module}"
-    yield Rule(f"{module}.gate.weight", f"{arrays}/router/weight", index, transpose=True)
+    yield TensorRule(f"{module}.gate.weight", f"{arrays}/router/weight", index, transpose=True)
     if model.router_bias:
-        yield Rule(f"{module}.gate.e_score_correction_bias", f"{arrays}/router/bias", index)
+        yield TensorRule(f"{module}.gate.e_score_correction_bias", f"{arrays}/router/bias", index)
     for part, name in names.experts.items():
         for expert in range(model.experts):
             tensor = f"{module}.experts.{expert}.{name}.weight"
-            yield Rule(tensor, f"{arrays}/{part}", (*index, expert), transpose=True)
+            yield TensorRule(tensor, f"{arrays}/{part}", (*index, expert), transpose=True)
         if model.shared_experts:
             tensor = f"{module}.shared_experts.{name}.weight"
-            yield Rule(tensor, f"{arrays}/shared_{part}", index, transpose=True)
+            yield TensorRule(tensor, f"{arrays}/shared_{part}", index, transpose=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.hf.entries import (
     Fixed,
     Integer,
@@ -17,18 +17,18 @@ from jaxtrain.hf.entries import (
     Training,
 )
 from jaxtrain.hf.families.family import COMMON, Family, layers_of
-from jaxtrain.hf.tensor_rules import Rule
+from jaxtrain.hf.tensor_rules import TensorRule
 
 
-def _gpt2_rules(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[Rule]:
+def _gpt2_rules(model: ResolvedModel, config: Mapping[str, Any]) -> Iterator[TensorRule]:
     """GPT-2's matrices are [in, out], and its queries, keys and values one matrix."""
     both = ({"weight": "scale", "bias": "bias"}, {"weight": "weight", "bias": "bias"})
-    yield Rule("transformer.wte.weight", "embed/table")
-    yield Rule("transformer.wpe.weight", "embed/positions")
+    yield TensorRule("transformer.wte.weight", "embed/table")
+    yield TensorRule("transformer.wpe.weight", "embed/positions")
     if not model.tied_embeddings:
-        yield Rule("lm_head.weight", "head/table")
+        yield TensorRule("lm_head.weight", "head/table")
     for name, part in both[0].items():
-        yield Rule(f"transformer.ln_f.{name}", f"head/norm/{part}")
+        yield TensorRule(f"transformer.ln_f.{name}", f"head/norm/{part}")
     modules = {
         "ln_1": ("attention_norm", both[0]),
         "ln_2": ("mlp_norm", both[0]),
@@ -40,12 +40,12 @@ def _gpt2_rules(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[Rule]
         tensors = f"transformer.h.{layer}"
         for module, (array, parts) in modules.items():
             for name, part in parts.items():
-                yield Rule(f"{tensors}.{module}.{name}", f"{arrays}/{array}/{part}", index)
+                yield TensorRule(f"{tensors}.{module}.{name}", f"{arrays}/{array}/{part}", index)
         for number, part in enumerate(("query", "key", "value")):
             columns = np.arange(model.width) + number * model.width
             for name in ("weight", "bias"):
                 tensor, array = f"{tensors}.attn.c_attn.{name}", f"{arrays}/attention/{part}/{name}"
-                yield Rule(tensor, array, index, taken=columns)
+                yield TensorRule(tensor, array, index, taken=columns)
 
 
 FAMILY = Family(

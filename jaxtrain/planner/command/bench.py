@@ -92,9 +92,10 @@ class Bench:
         mesh: Mesh | None = None,
         axes: Any = DATA,
     ) -> list[jax.Array]:
-        """Random arrays of which each device has a shard of `shape`, [devices · shape[0], …].
+        """`count` arrays [devices · shape[0], …], of which each device has a shard of `shape`.
 
-        Their numbers are so small that products of products stay finite.
+        All shards of all arrays have the same random numbers, drawn once: only their sizes matter
+        for a time. The numbers are so small that products of products stay finite.
         """
         sharding = NamedSharding(mesh or self.mesh, P(axes))
         numbers = np.random.default_rng(0).standard_normal(shape) / math.sqrt(shape[-1])
@@ -141,7 +142,7 @@ class Bench:
         """Seconds forward and backward, by the kernel that the runtime takes, in a region where all
         axes are manual."""
         qkv = self._arrays((sequences, tokens, heads, size), jnp.dtype(dtype), 3)
-        attend = lambda q, k, v: attend_causal(q, k, v, None, "all_gather", "auto")
+        attend = lambda q, k, v: attend_causal(q, k, v, None)
 
         def both(q, k, v):
             out, backward = jax.vjp(attend, q, k, v)

@@ -51,7 +51,8 @@ from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.progress import SearchProgress
 
 BFLOAT16, FLOAT32 = "bfloat16", "float32"
-Report = Callable[[str, float], None]  # gets what is measured next, and the fraction that is done
+# called with the name of the next measurement and the fraction of them that is done
+MeasureProgress = Callable[[str, float], None]
 Case = TypeVar("Case", bound=tuple)
 
 
@@ -169,7 +170,9 @@ def fit_links(
 # --- the file -----------------------------------------------------------------------------------
 
 
-def calibrate(sizes: Sizes | None = None, report: Report = lambda what, done: None) -> Hardware:
+def calibrate(
+    sizes: Sizes | None = None, report: MeasureProgress = lambda what, done: None
+) -> Hardware:
     """The figures of this process's devices, measured in under a minute.
 
     Raises cli.FlagsError for devices that cannot be measured.
@@ -229,7 +232,7 @@ def calibrate(sizes: Sizes | None = None, report: Report = lambda what, done: No
 
 
 def _announced(
-    cases: Sequence[Case], text: str, begin: float, part: float, report: Report
+    cases: Sequence[Case], text: str, begin: float, part: float, report: MeasureProgress
 ) -> Iterator[Case]:
     """Each case after its report: the text with the case's values, and the fraction that is done.
 
@@ -249,7 +252,7 @@ def _attention_rate(sizes: Sizes, seconds: Sequence[float]) -> float:
     )
 
 
-def _links(bench: Bench, sizes: Sizes, base: Hardware, report: Report) -> tuple[Tier, str]:
+def _links(bench: Bench, sizes: Sizes, base: Hardware, report: MeasureProgress) -> tuple[Tier, str]:
     """The measured tier of links that joins all devices, and how well it fits."""
     devices = bench.mesh.size
     cases = [(n, size, size >> 10) for n in groups_of(devices) for size in sizes.collectives]

@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, kernels
+from jaxtrain.config import Config, ConfigError, MeshedConfig, kernels
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.recipes import recipe_text
@@ -41,7 +41,7 @@ from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, layout_search
 from jaxtrain.planner.search.explain import aligned, amount, explained, table
 from jaxtrain.planner.search.layout_search import Space, best_plans, check_fits
-from jaxtrain.planner.search.predict import exactly, predict, with_op_times
+from jaxtrain.planner.search.predict import Prediction, exactly, predict, with_op_times
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_model import OURS, with_allocator
@@ -201,25 +201,16 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
             raise UsageError(
                 f"--{flag}={cfg.shown(path)} is another flag's file", {flag: otherwise}
             )
-    for path in cfg.fields():  # also of those that a layout replaces
-        value = cfg.get(config, path)
-        if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
-            raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
+    check_settings(config, recipe)
     if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
     kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
-    space, tokens = _space(config, recipe, flags, kind), flags.tokens or None
-    if flags.layout:
-        config = _laid_out(space, flags.layout)
-        plans = [exactly(predict(config.resolve(), space.hardware, flags.assume, tokens))]
-    elif flags.refused:
-        check_fits(_with_devices(space))
+    space = _space(config, recipe, flags, kind)
+    laid_out, plans = _plans(space, flags)
+    if laid_out is None:
         return Output([])
-    else:
-        plans = best_plans(_with_devices(space), tokens)
-        config = layout_search.laid_out(space, plans[0].work.layout)
     best, cells = plans[0], table(plans)
-    figures = _with_notes(best.figures(), space.config, config, kind)
+    figures = _with_notes(best.figures(), space.config, laid_out, kind)
     caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
     lines = lambda: explained(best, flags.price, flags.kwh_price)
     pictures = {
@@ -236,7 +227,42 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     }
     compared = [*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else []
     devices, text = f"{best.work.layout.devices:,} × {kind.name}", lambda: [*compared, *lines()]
-    return _output(flags, config, recipe, kind, devices, caution, figures, text, pictures)
+    return _output(flags, laid_out, recipe, kind, devices, caution, figures, text, pictures)
+
+
+def plans(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[Prediction]:
+    """The plans that the flags ask for on one kind of device, the fastest first; [] where the flags
+    are refused anyhow. Raises UsageError or ConfigError."""
+    check_settings(config, recipe)
+    kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
+    return _plans(_space(config, recipe, flags, kind), flags)[1]
+
+
+def _plans(
+    space: Space, flags: types.SimpleNamespace
+) -> tuple[MeshedConfig | None, list[Prediction]]:
+    """The config with the layout of the first plan, and the plans: of --layout, or of the best
+    layouts; (None, []) where other flags are refused and a search would take minutes."""
+    tokens = flags.tokens or None
+    if flags.layout:
+        config = _laid_out(space, flags.layout)
+        resolved = config.resolve()
+        return config, [exactly(predict(resolved, space.hardware, flags.assume, tokens))]
+    space = _with_devices(space)
+    if flags.refused:
+        check_fits(space)
+        return None, []
+    found = best_plans(space, tokens)
+    return layout_search.laid_out(space, found[0].work.layout), found
+
+
+def check_settings(config: Config, recipe: Config) -> None:
+    """Raises ConfigError for the first setting that breaks a rule by itself, also of those that a
+    layout replaces."""
+    for path in cfg.fields():
+        value = cfg.get(config, path)
+        if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
+            raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
@@ -294,12 +320,12 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
 
 
 def _with_notes(
-    figures: Mapping[str, Any], given: Config, config: Config, kind: Hardware
+    figures: Mapping[str, Any], given: Config, config: MeshedConfig, kind: Hardware
 ) -> Mapping[str, Any]:
     """The figures of a plan, with a note for each setting that has no use in its config, and for
     names in `pipeline.save` that do not go with its recomputation.
 
-    given, config: as the flags have it, and as the layout has changed it; not resolved
+    given, config: as the flags have it, and as the layout has changed it
     """
     left_out = (
         f"pipeline.save={cfg.value_text(given.pipeline.save)} does not go with "
@@ -329,7 +355,7 @@ def _output(
     """The output of a plan: its figures or its lines, its command, and the requested files. The
     command and the recipe have steps for --tokens, and placeholders for what only the user knows.
 
-    config:  of the plan, to be trained; not resolved
+    config:  of the plan, to be trained
     kind:    of the devices; of groups the first one's
     caution: how the command does not do what was planned, to be read after "to train it"
     pictures: by their flag: makes the file from a title and the lines of the command
@@ -438,8 +464,8 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
     return Space(config, recipe, with_allocator(kind, flags.assume), flags.devices, flags.assume)
 
 
-def _laid_out(space: Space, text: str) -> Config:
-    """The config with the layout of --layout, not resolved. Raises UsageError or ConfigError."""
+def _laid_out(space: Space, text: str) -> MeshedConfig:
+    """The config with the layout of --layout. Raises UsageError or ConfigError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
@@ -473,7 +499,7 @@ def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
     """The name of what is planned: the recipe's, the number of parameters, and the flags that
     change the model, its numbers or the batch."""
     name = os.path.basename(flags.config).removesuffix(".py")
-    count = model_of(config.resolve().model, config.data.sequence_length).parameters()
+    count = model_of(config.fill().model, config.data.sequence_length).parameters()
     changed = [
         f"{path}={cfg.value_text(cfg.get(config, path))}"
         for path in cfg.fields()

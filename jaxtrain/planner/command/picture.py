@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search import layout_flag
@@ -155,7 +155,7 @@ def page(
     figures: Mapping[str, Any],
     cells: Sequence[Sequence[str]],
     bars: Sequence[Bar],
-    config: Config | None,
+    config: ResolvedConfig | None,
     lines: Sequence[str],
     train: Sequence[str],
 ) -> bytes:
@@ -164,7 +164,7 @@ def page(
     figures: the object that --json prints
     cells:   of a table, the first line with the columns' names
     bars:    of the other lines of the table, for its columns GiB and seconds
-    config:  resolved, whose schedule is drawn; None for another framework's
+    config:  whose schedule is drawn; None for another framework's
     lines:   the text, as CARD takes it
     train:   lines about the command, and the command
     """
@@ -219,13 +219,14 @@ def _bar(parts: Mapping[str, float], most: float, end: float = 0.0) -> str:
     return f'<div class="bar">{"".join([*pieces, *mark])}</div>'
 
 
-def _schedule(config: Config | None) -> str:
+def _schedule(config: ResolvedConfig | None) -> str:
     """The first rounds of a step's table, as HTML."""
     if config is None or config.mesh.stage == 1:
         return "<p>One stage, or a framework whose tables are its own: nothing is drawn.</p>"
     count, few = config.pipeline.microbatches, ROUNDS * config.mesh.stage
     shown = min(count, few) if config.pipeline.schedule in SHORTENED else count
-    setup = PlannedTable(cfg.replace(config, {"pipeline.microbatches": shown})).setup
+    shortened = cfg.replace(config, {"pipeline.microbatches": shown}).resolve()
+    setup = PlannedTable(shortened).setup
     picture = drawing.svg(setup.table, setup.simulation().timeline_coupled, setup.table.name)
     return (
         f'<p class="soft">{shown} of the {count} microbatches of a step, by the exact clock</p>'

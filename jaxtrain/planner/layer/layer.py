@@ -11,7 +11,7 @@ OUTPUTS, INPUTS, BATCH = "outputs", "inputs", "batch"
 EXPERT, MODEL = "expert", "model"  # mesh axes
 
 
-class Array(NamedTuple):
+class ParameterShape(NamedTuple):
     """One parameter: its name, its shape, and for each dimension the mesh axis that splits it, or
     "".
 
@@ -79,7 +79,7 @@ class Layer:
     choices:  experts that a token uses
     """
 
-    arrays: tuple[Array, ...]
+    arrays: tuple[ParameterShape, ...]
     products: tuple[Product, ...]
     scores: float
     core: float

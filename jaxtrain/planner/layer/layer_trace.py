@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.devices.sharding import RULES
 from jaxtrain.models.spec import binder, is_spec, specs
@@ -28,12 +28,20 @@ from jaxtrain.planner.layer.layer import (
     INPUTS,
     MODEL,
     OUTPUTS,
-    Array,
     Layer,
+    ParameterShape,
     Product,
 )
-from jaxtrain.runtime.backward_split import VIEWS
-from jaxtrain.runtime.equations import KERNELS, NAME, PRODUCTS, has, in_attention, inline, variables
+from jaxtrain.runtime.equations import (
+    KERNELS,
+    NAME,
+    PRODUCTS,
+    VIEWS,
+    has,
+    in_attention,
+    inline,
+    variables,
+)
 
 TOKENS = 16
 SAME = VIEWS | {"convert_element_type", "bitcast_convert_type", NAME}  # the same numbers
@@ -47,10 +55,10 @@ PLAIN = ("dot_general", CONVOLUTION)  # products of two arrays
 NO_ENDS = ("embed.table", "head.table")
 
 
-def _arrays(tree: Any) -> tuple[Array, ...]:
+def _arrays(tree: Any) -> tuple[ParameterShape, ...]:
     """The parameters of a nested dict of specifications."""
     return tuple(
-        Array(
+        ParameterShape(
             jax.tree_util.keystr(path, simple=True, separator="."),
             spec.shape,
             tuple("".join(RULES[axis][:1]) for axis in spec.axes),
@@ -61,7 +69,7 @@ def _arrays(tree: Any) -> tuple[Array, ...]:
     )
 
 
-def ends_of(cfg: ModelConfig) -> tuple[Array, ...]:
+def ends_of(cfg: ResolvedModel) -> tuple[ParameterShape, ...]:
     """Model.ends."""
     tree = build(cfg).ends
     modules = {
@@ -73,8 +81,8 @@ def ends_of(cfg: ModelConfig) -> tuple[Array, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def layer_of(cfg: ModelConfig, dense: bool) -> Layer:
-    """A layer of a resolved model. dense: one of those before the layers that have experts"""
+def layer_of(cfg: ResolvedModel, dense: bool) -> Layer:
+    """A layer of a model. dense: one of those before the layers that have experts"""
     block = Block(dataclasses.replace(cfg, attention_kernel="xla"), dense=dense)
     tree, bind = specs(block), binder(block)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
@@ -87,14 +95,18 @@ def layer_of(cfg: ModelConfig, dense: bool) -> Layer:
         flat = lambda *args: inline(closed.jaxpr, closed.consts, args, lambda equation: True)
         jaxpr = jax.make_jaxpr(flat)(*shapes).jaxpr
     arrays = _arrays(tree)
-    return _Reading(jaxpr, arrays, cfg.experts_per_token, _calls(closed.jaxpr, arrays)).layer(
-        arrays
-    )
+    return _Reading(
+        jaxpr, arrays, cfg.experts_per_token, _multiplying_equations(closed.jaxpr, arrays)
+    ).layer(arrays)
 
 
-def _calls(jaxpr: Any, arrays: tuple[Array, ...]) -> dict[str, list[int]]:
-    """The numbers of the equations, such as `column_products`, that multiply with a parameter, by
-    the parameter's name."""
+def _multiplying_equations(jaxpr: Any, arrays: tuple[ParameterShape, ...]) -> dict[str, list[int]]:
+    """A parameter's name → the positions in `jaxpr.eqns` of the equations that multiply with it.
+
+    jaxpr: of the layer before calls such as `column_products` are inlined. Several matrices of one
+    call share the position, and so the sum of the gradient of the activation that they multiply.
+    """
+    # A value → the parameters that it is computed from, without a product in between.
     names = {v: {array.name} for v, array in zip(jaxpr.invars, arrays, strict=False)}
     calls: dict[str, list[int]] = {}
     for number, equation in enumerate(jaxpr.eqns):
@@ -118,16 +130,20 @@ class _Reading:
     positions.
 
     choices: experts that a token uses
-    calls:   `_calls`
+    calls:   `_multiplying_equations`
     """
 
     def __init__(
-        self, jaxpr: Any, arrays: tuple[Array, ...], choices: int, calls: dict[str, list[int]]
+        self,
+        jaxpr: Any,
+        arrays: tuple[ParameterShape, ...],
+        choices: int,
+        calls: dict[str, list[int]],
     ):
         self._jaxpr, self._choices, self._calls = jaxpr, choices, calls
         self._axes: dict[Any, tuple[str, ...]] = {}  # such a value → what splits its dimensions
         # values that depend on parameters alone → these
-        self._fixed: dict[Any, tuple[Array, ...]] = dict.fromkeys(jaxpr.constvars, ())
+        self._fixed: dict[Any, tuple[ParameterShape, ...]] = dict.fromkeys(jaxpr.constvars, ())
         self._fixed |= dict.fromkeys(jaxpr.invars[len(arrays) + 1 :], ())
         for variable, array in zip(jaxpr.invars, arrays, strict=False):
             self._fixed[variable], self._axes[variable] = (array,), array.axes
@@ -147,7 +163,7 @@ class _Reading:
         for equation in jaxpr.eqns:
             self._read(equation, needed)
 
-    def layer(self, arrays: tuple[Array, ...]) -> Layer:
+    def layer(self, arrays: tuple[ParameterShape, ...]) -> Layer:
         """The layer that has these arrays."""
         products: dict[Any, Product] = {}
         for product in self._products:  # matrices of one value, call and name as one
@@ -217,7 +233,9 @@ class _Reading:
             split.get(n, "") * (size > 1) for n, size in zip(begins(after), after, strict=False)
         )
 
-    def _add_product(self, equation: Any, parameters: tuple[Array, ...], read: bool) -> None:
+    def _add_product(
+        self, equation: Any, parameters: tuple[ParameterShape, ...], read: bool
+    ) -> None:
         """Adds the product of a value with parameters that are used together: of the last
         dimensions, or in a plain product of any."""
         first, operands = parameters[0], variables(equation.invars)

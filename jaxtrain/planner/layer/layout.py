@@ -1,7 +1,7 @@
 """A layout: the numbers that describe how a step is laid out over devices; and the capacity of a
 device's experts.
 
-A routed token is one token's choice of one expert (parallel/experts/experts.py).
+A routed token is one token's choice of one expert (parallel/experts/routing.py).
 """
 
 import dataclasses

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import Config, ConfigError, one_line
+from jaxtrain.config import ConfigError, ResolvedConfig, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
@@ -51,7 +51,7 @@ from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.search.predict import predict, with_op_times
 from jaxtrain.planner.search.what_if import fitting
 from jaxtrain.planner.step.memory import MemoryBreakdown
-from jaxtrain.planner.step.step_counts import Entry
+from jaxtrain.planner.step.step_counts import CollectiveCount
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
@@ -101,7 +101,7 @@ class CollectiveBytes:
 
 @dataclasses.dataclass(frozen=True)
 class CompileCheck:
-    """A resolved config's step, compiled and planned.
+    """A config's step, compiled and planned.
 
     topology, compiled: the devices, and the step's program for them
     parts:    of a device's memory
@@ -264,8 +264,8 @@ def step_loops(
     )
 
 
-def compile_check(config: Config, devices: Topology, compiled: Compiled) -> CompileCheck:
-    """The compile check of a resolved config's step that has been compiled for these devices."""
+def compile_check(config: ResolvedConfig, devices: Topology, compiled: Compiled) -> CompileCheck:
+    """The compile check of a config's step that has been compiled for these devices."""
     device, counts = hardware.load(devices.platform.hardware), step_counts(config)
     stage, program = counts.busiest_stage(), compiled.program
     computes = lambda i: float(i.is_kernel or program.multiplies(i))
@@ -330,7 +330,8 @@ def cast_bytes(program: Program) -> int:
 
 
 def _collectives(
-    compiled: Iterable[tuple[CompiledCollective, Executed, float | None]], planned: Iterable[Entry]
+    compiled: Iterable[tuple[CompiledCollective, Executed, float | None]],
+    planned: Iterable[CollectiveCount],
 ) -> list[CollectiveBytes]:
     """Bytes of collectives by kind and axes, those with most bytes first."""
     # sent as compiled and as planned; unsharded, and of these asynchronous and overlapped
@@ -354,8 +355,8 @@ def _collectives(
     return sorted(rows, key=lambda row: (-max(row.compiled, row.planned), row.kind, row.axes))
 
 
-def _requested(reading: Reading) -> tuple[Topology, Config]:
-    """The topology and the resolved config of a command line, with the op times by which those
+def _requested(reading: Reading) -> tuple[Topology, ResolvedConfig]:
+    """The topology and the config of a command line, with the op times by which those
     devices would train it.
 
     Raises UsageError or ConfigError.
@@ -366,15 +367,15 @@ def _requested(reading: Reading) -> tuple[Topology, Config]:
     if text := reading.values["layout"]:
         values = layout_flag.read(text)
         known = checks.Environment(None, platform.backend, recipe)
-        config = layout_flag.laid_out(config, values, known)
+        on_mesh = layout_flag.laid_out(config, values, known)
     else:
-        config = checks.check_devices(config, devices.devices, platform.backend)
-    config = config.resolve()
-    if (steps := config.pipeline.steps_per_program) > 1 and config.mesh.stage > 1:
+        on_mesh = checks.check_devices(config, devices.devices, platform.backend)
+    resolved = on_mesh.resolve()
+    if (steps := resolved.pipeline.steps_per_program) > 1 and resolved.mesh.stage > 1:
         name, rule = "pipeline.steps_per_program", "has loops whose trips no table says"
         raise ConfigError(name, steps, rule, fixes=[{name: 1}])
-    config = with_op_times(config, step_model_of(config, hardware.load(platform.hardware)))
-    return check_topology(devices, math.prod(sizes_of(config.mesh))), config
+    resolved = with_op_times(resolved, step_model_of(resolved, hardware.load(platform.hardware)))
+    return check_topology(devices, math.prod(sizes_of(resolved.mesh))), resolved
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """The measured step of a run, and its time by the planner's parts, from a trace of its devices.
 
 A listener of the loop times the steps after warm-up, once in each start of the run, and process 0
-writes them with the planned step. The time for that is not a step's, but Part.OTHER of the loop;
+writes them with the planned step. The time for that is not a step's, but Phase.OTHER of the loop;
 the other processes wait outside of any step, because a step in which they waited would count as
 hung.
 
@@ -55,7 +55,7 @@ from jaxtrain.planner.step.time_breakdown import (
     TimeBreakdown,
 )
 from jaxtrain.run.files import PLANNED, replace_text, warned
-from jaxtrain.run.wall_clock import STEPS, Part, WallClock
+from jaxtrain.run.wall_clock import STEPS, Phase, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 from jaxtrain.training.recovery import Rollback
 
@@ -179,10 +179,12 @@ def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float)
 
 
 def without_waiting(events: Events, kinds: Kinds) -> Events:
-    """The events in order, each collective without the wait for the last of these devices.
+    """The events of each device by their beginning, with the time that a collective waits for
+    other devices cut off at its front.
 
-    The n-th event of an instruction is the same collective on all devices that run it equally
-    often: stages run the collectives of their ops as often as their tables say.
+    The n-th event of an instruction is the same collective on all devices that run the instruction
+    equally often (stages run it as often as their tables say). The device that entered last did not
+    wait, so its event, the shortest of them, is the collective's own time.
     """
     ordered = {
         device: sorted(of_device, key=lambda event: event.begin)
@@ -286,7 +288,7 @@ class AfterWarmUp:
     def _report(self, plan: Prediction, at: int) -> None:
         """Logs and writes the comparison, once."""
         self._plan = None
-        with self._clock.part(Part.OTHER):
+        with self._clock.phase(Phase.OTHER):
             if cluster.is_main():
                 step = PlannedStep(
                     at,

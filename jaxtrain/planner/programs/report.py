@@ -14,21 +14,23 @@ import jax
 from jax.sharding import AbstractMesh
 from jax.stages import Compiled
 
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.devices.sharding import cut_count, mesh_axes
-from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.pipeline.prepared_run import PreparedRun
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.layer.collective_time import Parameters, StepCollectives
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FLOAT32
 from jaxtrain.planner.search.compare import plan_at_hand
 from jaxtrain.planner.search.explain import aligned
-from jaxtrain.planner.step.step_counts import Entry, StepCounts
+from jaxtrain.planner.step.step_counts import CollectiveCount, StepCounts
 from jaxtrain.planner.step.step_model import layout_of, settings_of_run
-from jaxtrain.run.wall_clock import Part, WallClock, start_record
-from jaxtrain.training.state import ParameterLayout
-from jaxtrain.training.step import Step, compiled_memory, make_layout, make_step
+from jaxtrain.run.wall_clock import Phase, WallClock, start_record
+from jaxtrain.training.compiled_step import compiled_memory
+from jaxtrain.training.parameter_layout import ParameterLayout
+from jaxtrain.training.step import Step, make_layout, make_step
 
 MIB = 2**20
 CPUS_COMPILER = (
@@ -64,17 +66,13 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
     return groups
 
 
-def step_counts(config: Config, cpu: bool = False) -> StepCounts:
-    """The counts of the step of a resolved config whose mesh is known. cpu: XLA's CPU backend
-    lowers the collectives."""
-    data, mesh, parallel, precision = config.data, config.mesh, config.parallel, config.precision
+def step_counts(config: ResolvedConfig, cpu: bool = False) -> StepCounts:
+    """The counts of a config's step. cpu: XLA's CPU backend lowers the collectives."""
+    data, mesh, parallel = config.data, config.mesh, config.parallel
     setup, layout = make_setup(config), layout_of(mesh, config.pipeline, parallel, data.batch_size)
     # No device is needed: layouts ask a mesh for its sizes alone.
     abstract_mesh: Any = AbstractMesh(sizes_of(mesh), AXES)
-    independent = config.train.diloco_inner_steps > 0
-    state = make_layout(
-        setup, abstract_mesh, config.model, parallel, precision, data.batch_size, independent
-    )
+    state = make_layout(config, abstract_mesh, setup)
     tokens = data.sequence_length // mesh.context
     settings = dataclasses.replace(settings_of_run(config), imbalance=1.0)
     if cpu:
@@ -94,16 +92,14 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
 
 
 def dry_run(
-    config: Config,
-    setup: Setup,
+    run: PreparedRun,
     clock: WallClock,
-    describe: Callable[[Config, Step, Compiled, float, float], list[str]],
+    describe: Callable[[ResolvedConfig, Step, Compiled, float, float], list[str]],
 ) -> tuple[list[str], dict[str, Any]]:
-    """The dry run of a resolved config, whose tables are in `setup`, on this process's devices, as
-    lines of text and as the object that --json prints: mesh; the stage that sends most and its
-    communication volume; the collectives between independent replicas; the planned step, None for
-    unknown hardware; memory in bytes on a device; seconds of the command by part, as in
-    `wall_clock.start_record`.
+    """The dry run of a run on this process's devices, as lines of text and as the object that
+    --json prints: mesh; the stage that sends most and its communication volume; the collectives
+    between independent replicas; the planned step, None for unknown hardware; memory in bytes on a
+    device; seconds of the command by part, as in `wall_clock.start_record`.
 
     clock:    the command's
     describe: gives the lines about a step, its compiled program, and seconds of tracing and
@@ -111,15 +107,16 @@ def dry_run(
 
     Raises ConfigError for a step that cannot be made.
     """
-    clock.enter(Part.TRACING)
+    config = run.config
+    clock.enter(Phase.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
-        step = make_step(config, mesh, setup)
+        step = make_step(config, mesh, run.setup)
         lowered = step.lower()
-        with clock.part(Part.COMPILING):
+        with clock.phase(Phase.COMPILING):
             compiled = lowered.compile()
         lines = describe(
-            config, step, compiled, clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
+            config, step, compiled, clock.spent(Phase.TRACING), clock.spent(Phase.COMPILING)
         )
     on_cpu, device = jax.default_backend() == "cpu", mesh.devices.flat[0].device_kind
     counts, planned = step_counts(config, on_cpu), plan_at_hand(config, device)
@@ -153,11 +150,11 @@ def dry_run(
     ], record
 
 
-def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:
+def _as_dicts(entries: list[CollectiveCount]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(entry) | {"bytes": entry.bytes} for entry in entries]
 
 
-def _table(entries: list[Entry]) -> list[str]:
+def _table(entries: list[CollectiveCount]) -> list[str]:
     cells = [
         ("op", "collective", "over", "devices", "times", "KiB each", "MiB sent"),
         *(

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain import config as configs
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.errors import UsageError
 from jaxtrain.devices.startup import set_xla_flags
 from jaxtrain.planner.layer import hardware, torus_links
@@ -34,7 +34,7 @@ from jaxtrain.planner.programs.program import Program
 
 HERE = pathlib.Path(__file__).parent
 REPOSITORY = HERE.parents[2]  # or where the package is installed
-REQUIREMENTS = "requirements-compilers.txt"
+REQUIREMENTS = "requirements/compilers.txt"
 INSTALL_COMMAND = f"python -m pip install --no-deps --target .venv-compilers -r {REQUIREMENTS}"
 NODE = 8  # GPUs
 EXAMPLE = 64  # devices of a topology that an error suggests
@@ -276,11 +276,11 @@ class Compiled:
 
 def compile_config(
     devices: Topology,
-    config: Config,
+    config: ResolvedConfig,
     options: Mapping[str, Any] | None = None,
     program: str = "train",
 ) -> Compiled:
-    """Compiles a program of a resolved config's step. Raises Refused.
+    """Compiles a program of a config's step. Raises Refused.
 
     options: XLA's options, which override those of the step
     program: "train", or "gradients" for gradients and loss without the update
@@ -328,7 +328,7 @@ def main(folder: str) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     request = json.loads(pathlib.Path(folder, "request.json").read_text())
     topology, program = parse(request["topology"]), request["program"]
-    config = configs.from_dict(request["config"])
+    config = configs.from_dict(request["config"]).resolve()
     devices = topologies.get_topology_desc(**topology.arguments()).devices
     mesh = make_mesh(sizes_of(config.mesh), devices)
     step = make_step(config, mesh)

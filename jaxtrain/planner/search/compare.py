@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.step.step_model import hardware_at_hand, unfollowed
@@ -68,8 +68,8 @@ class PlanAtHand:
         ]
 
 
-def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
-    """The plan of a resolved config whose mesh is known. Raises HardwareError.
+def plan_at_hand(config: ResolvedConfig, device_kind: str) -> PlanAtHand:
+    """The plan of a config. Raises HardwareError.
 
     device_kind: jax's name of the devices, which count unless `train.hardware` names others
     """
@@ -105,7 +105,7 @@ class Trace:
     hidden: Mapping[str, float]
 
 
-class Miss(NamedTuple):
+class ComparedPart(NamedTuple):
     """A part of the step as planned and as measured, seconds."""
 
     part: str
@@ -137,12 +137,12 @@ class PlannedStep:
         """The measured step over the planned one."""
         return self.step_time_s / self.planned_step_time_s
 
-    def misses(self) -> list[Miss]:
+    def parts_compared(self) -> list[ComparedPart]:
         """Each part as planned and as traced, the largest difference first; [] without a trace.
 
-        Bubble, messages between stages and other waits are one part, since a collective of a stage
-        that waits for another lasts as long as the wait. So is all communication if the trace does
-        not tell its axes.
+        The bubble, messages between stages and other waits are compared as one sum: a stage that
+        waits for another does so inside a collective, whose time in the trace includes the wait.
+        All communication is one sum as well if the trace does not tell the mesh axes.
         """
         if self.trace is None:
             return []
@@ -151,8 +151,10 @@ class PlannedStep:
         for sums, parts in ((planned, self.planned), (measured, self.trace.exposed)):
             for part, seconds in parts.items():
                 sums[names.get(part, part)] += seconds
-        misses = [Miss(part, planned[part], measured[part]) for part in {**planned, **measured}]
-        return sorted(misses, key=lambda miss: -abs(miss.measured_s - miss.planned_s))
+        compared = [
+            ComparedPart(part, planned[part], measured[part]) for part in {**planned, **measured}
+        ]
+        return sorted(compared, key=lambda part: -abs(part.measured_s - part.planned_s))
 
     def lines(self) -> list[str]:
         """The comparison as lines of text."""
@@ -162,25 +164,25 @@ class PlannedStep:
         )
         if self.trace is None:
             return [f"{text}; --config.train.profile_steps=2 measures its parts"]
-        misses = self.misses()
+        compared = self.parts_compared()
         least = WORTH * max(self.planned_step_time_s, self.trace.step_time_s)
         parts = ", ".join(
-            f"{miss.part} {miss.planned_s:.3g} → {miss.measured_s:.3g}"
-            for miss in misses
-            if max(miss.planned_s, miss.measured_s) >= least
+            f"{part.part} {part.planned_s:.3g} → {part.measured_s:.3g}"
+            for part in compared
+            if max(part.planned_s, part.measured_s) >= least
         )
-        part, planned_s, measured_s = misses[0]
+        largest, planned_s, measured_s = compared[0]
         sign = "more" if measured_s > planned_s else "less"
         return [
             text,
             f"parts in s, planned → measured in traced steps of {self.trace.step_time_s:.4g} "
             f"s: {parts}",
-            f"largest miss: {part}, {abs(measured_s - planned_s):.3g} s {sign} than planned",
+            f"largest miss: {largest}, {abs(measured_s - planned_s):.3g} s {sign} than planned",
         ]
 
     def as_json(self) -> str:
         """The text of planned.json: the fields, their ratio, and the largest miss."""
-        largest = next((miss._asdict() for miss in self.misses()), None)
+        largest = next((part._asdict() for part in self.parts_compared()), None)
         values = dataclasses.asdict(self) | {"ratio": self.ratio, "largest_miss": largest}
         return json.dumps(values, indent=1) + "\n"
 

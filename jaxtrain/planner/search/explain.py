@@ -197,7 +197,7 @@ def _overlap(prediction: Prediction) -> list[str]:
             why = f"plans count none for {work.hardware.name}"
         return [f"overlapped cells: no gain is expected, for {why}"]
     both = sum(work.ops()[op].seconds for op in "FB")
-    config = cfg.replace(prediction.config, {"pipeline.overlap": False})
+    config = cfg.replace(prediction.config, {"pipeline.overlap": False}).resolve()
     without = exactly(predict(config, work.hardware, work.settings.name)).seconds
     return [
         f"overlapped cells: F and B of two microbatches are expected to take "

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as configs
-from jaxtrain.config import Config
+from jaxtrain.config import Config, ResolvedConfig
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.rules.rules import divisors, near
-from jaxtrain.pipeline.setup import has_recompute_ops
+from jaxtrain.pipeline.op_times import has_recompute_ops
 from jaxtrain.planner.layer.hardware import GIB, Hardware, HardwareError, known, load
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.explain import amount, run_lines
@@ -65,7 +65,7 @@ class HeterogeneousPlan:
     fits:     True if each stage has that memory
     """
 
-    config: Config
+    config: ResolvedConfig
     work: StepModel
     groups: tuple[Group, ...]
     layers: tuple[int, ...]
@@ -110,7 +110,7 @@ class HeterogeneousPlan:
         work = dataclasses.replace(self.work, hardware=hardware)
         bubble, held = self.bubble_s / self.seconds, max(self.memory)
         # the plan has its own table, whichever framework trains
-        config = configs.replace(self.config, dict.fromkeys(OF_TABLE, ()))
+        config = configs.replace(self.config, dict.fromkeys(OF_TABLE, ())).resolve()
         figures = step_figures(config, work, self.seconds, bubble, held, self.fits, tokens)
         return figures | {"layers": self.layers}
 
@@ -158,8 +158,8 @@ def split_layers(
     return [1 + given[stage] for stage in range(len(seconds))]
 
 
-def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> HeterogeneousPlan:
-    """The plan of a resolved config whose mesh has as many devices as the groups together, and more
+def plan(config: ResolvedConfig, groups: Sequence[Group], assume: str = OURS) -> HeterogeneousPlan:
+    """The plan of a config whose mesh has as many devices as the groups together, and more
     than one stage; it may not fit.
 
     Raises ValueError, with one line, where groups do not have entire stages or stages no entire
@@ -207,13 +207,13 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
 
 
 def _cut(
-    config: Config,
+    config: ResolvedConfig,
     layers: Sequence[int],
     ops: Sequence[dict[str, float]],
     message: float,
     head: float,
     fraction: float,
-) -> Config:
+) -> ResolvedConfig:
     """The config whose chunks give each stage its layers, with the costs of layers on their stages
     and the mean times of ops.
 
@@ -249,7 +249,7 @@ def _cut(
             "pipeline.layer_costs": tuple(costs),
             "pipeline.times": (mean["F"], mean["B"], mean["W"], message, mean["R"], head),
         },
-    )
+    ).resolve()
 
 
 def _after(work: StepModel, busy: float) -> float:
@@ -306,8 +306,8 @@ def layouts(
                 yield tried | {"microbatch": near(values.get("microbatch", 1), microbatches)[0]}
 
 
-def hold_all_layers(config: Config, groups: Sequence[Group], assume: str = OURS) -> bool:
-    """True if stages of these groups have memory for all layers of a resolved config."""
+def hold_all_layers(config: ResolvedConfig, groups: Sequence[Group], assume: str = OURS) -> bool:
+    """True if stages of these groups have memory for all layers of a config."""
     each = sum(group.devices for group in groups) // config.mesh.stage
     held = [
         _most_layers(step_model_of(config, group.hardware, assume), config.model.loss_chunk)

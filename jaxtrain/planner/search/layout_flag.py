@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config
+from jaxtrain.config import Config, MeshedConfig
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import setting_value
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import UNKNOWN, Environment
-from jaxtrain.config.rules.mesh_rules import AXES, filled
+from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
 from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
 from jaxtrain.schedule.orders import default_repeats, fits_repeats, may_overlap
@@ -91,7 +91,7 @@ def read(text: str) -> Values:
 
 def choices(key: str) -> tuple[Any, ...]:
     """The values that the key's setting can have; () where it has bounds instead."""
-    return tuple(cfg.fields()[SETTINGS[key]].metadata["choices"] or ())
+    return tuple(cfg.setting_of(cfg.fields()[SETTINGS[key]]).choices.names)
 
 
 def _example(key: str) -> Any:
@@ -116,8 +116,8 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
     return max(1, _example(key)), f"which must be a whole number from {least} on"
 
 
-def of(config: Config) -> Values:
-    """The layout of a resolved config whose mesh is known and whose batch divides: every key."""
+def of(config: MeshedConfig) -> Values:
+    """The layout of a config whose batch divides: every key."""
     values = {key: cfg.get(config, path) for key, path in SETTINGS.items()}
     return values | {
         MICROBATCH: config.data.batch_size // (shards(values) * config.pipeline.microbatches)
@@ -222,18 +222,18 @@ def _keeps_rules(config: Config, values: Values, environment: Environment = UNKN
     return checks.first_violation(apply(config, values), environment) is None
 
 
-def laid_out(config: Config, values: Values, environment: Environment) -> Config:
+def laid_out(config: Config, values: Values, environment: Environment) -> MeshedConfig:
     """The config with this layout. Raises UsageError or ConfigError for the first rule of training
     that it breaks, with the nearest settings that keep all rules: in --layout where it has them,
     with its microbatch if that works."""
     config = apply(config, values)
     if not (error := checks.error_of(config, environment)):
-        return config
+        return config.on_own_mesh()
     changes = error.fixes[0] if error.fixes else {}
     others = {path: value for path, value in changes.items() if path not in SETTINGS.values()}
     if len(others) == len(changes):
         raise error
-    fixed = of(filled(cfg.replace(config, changes), devices(values)).resolve())
+    fixed = of(on_mesh(cfg.replace(config, changes), devices(values)).resolve())
     named = {
         key: fixed[key]
         for key in KEYS

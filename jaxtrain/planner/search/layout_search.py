@@ -26,13 +26,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, shards_ends
+from jaxtrain.config import Config, ConfigError, MeshedConfig, shards_ends
 from jaxtrain.config.errors import UsageError
+from jaxtrain.config.groups.layout_settings import MOST_MICROBATCHES
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
-from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.planner.layer.hardware import GIB, Hardware, known, load
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import EXPERT, Links
@@ -171,12 +171,12 @@ def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
     return (_search(space, offload) for offload in layout_flag.choices("offload"))
 
 
-def laid_out(space: Space, layout: Layout) -> Config:
-    """The space's config with a layout, not resolved."""
+def laid_out(space: Space, layout: Layout) -> MeshedConfig:
+    """The space's config with a layout."""
     values = {key: getattr(layout, key) for key in layout_flag.KEYS if key != "vocabulary"}
     of_layout = {"pipeline.save": layout.save, "parallel.expert_nodes": layout.expert_nodes}
     config = cfg.replace(space.config, TABLE_SETTINGS | of_layout)
-    return layout_flag.apply(config, values)
+    return layout_flag.apply(config, values).on_own_mesh()
 
 
 def _search(space: Space, offload: str) -> list[TimedLayout]:
@@ -294,13 +294,13 @@ def least_memory(space: Space, enough: float = 0.0) -> tuple[float, Layout] | No
 
 def _works(space: Space) -> Iterator[StepModel]:
     """The step of each mesh, with one sequence in a microbatch."""
-    resolved = space.config.resolve()
+    resolved = space.config.fill()
     # `context` may decide about the kernel of attention.
     model = model_of(resolved.model, resolved.data.sequence_length)
 
     @functools.cache
     def step(context: int) -> StepModel:
-        config = cfg.replace(resolved, {"mesh.context": context})
+        config = cfg.replace(resolved, {"mesh.context": context}).fill()
         settings = settings_of(config, space.hardware, space.assume)
         # Layouts are ranked without products beside `model`'s messages: nobody has measured these
         # between nodes. Those that are shown are timed with them.

@@ -1,7 +1,7 @@
 """The prediction of a step, from closed forms and from the table that training would use. No jax.
 
     predict    time by the closed forms of planner/step/, memory with the slots of the table
-    exactly    time by the table: the runs of each op, and its coupled clock (schedule/clocks.py),
+    exactly    time by the table: the runs of each op, and its coupled clock (schedule/clocks/),
                which include what closed forms do not: Rs that a table leaves out, permutes, shares
                of uneven stages, messages that come late. Sums over data and the optimizer are
                outside of the table, as in the closed forms.
@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.sizes import remat_of
-from jaxtrain.pipeline.setup import Setup, complete_times, has_recompute_ops, make_setup
+from jaxtrain.pipeline.op_times import complete_times, has_recompute_ops
+from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.layer.hardware import GIB, Hardware
 from jaxtrain.planner.layer.links import STAGE
 from jaxtrain.planner.search import layout_flag
@@ -32,10 +33,12 @@ from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.planner.step.step_model import OURS, milliseconds, step_model_of, unfollowed
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
-from jaxtrain.schedule.clocks import Times, coupled_time
+from jaxtrain.schedule.clocks.coupled import coupled_time
+from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE
-from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
+from jaxtrain.schedule.residuals import peak_residuals
+from jaxtrain.schedule.table import Op, Permute, Table
 
 DAY = 86400.0
 OPS = (Op.F, Op.R, Op.B, Op.W)
@@ -56,14 +59,13 @@ SHORTENED = frozenset({*SCHEDULES, AUTO}.difference(GROWING))
 class Prediction:
     """A step: its time on the busiest device, and its memory on the fullest one.
 
-    config:    resolved
     slots:     of our own runtime's table; None without stages, and for other frameworks
     tokens:    of the run, None if not known
     in_flight: the most microbatches whose activations a stage holds, by the table that timed the
                step; None without one
     """
 
-    config: Config
+    config: ResolvedConfig
     work: StepModel
     time: TimeBreakdown
     slots: SlotCounts | None = None
@@ -112,7 +114,7 @@ class Prediction:
 
 
 def step_figures(
-    config: Config,
+    config: ResolvedConfig,
     work: StepModel,
     seconds: float,
     bubble_fraction: float,
@@ -120,7 +122,7 @@ def step_figures(
     fits: bool,
     tokens: float | None,
 ) -> dict[str, Any]:
-    """The figures that --json prints of a resolved config's step that takes so many seconds.
+    """The figures that --json prints of a config's step that takes so many seconds.
 
     Attention is counted as in the framework's published rates; ours counts it causally.
     held: bytes of the fullest device; tokens: of the run
@@ -164,9 +166,9 @@ def step_figures(
 
 
 def predict(
-    config: Config, hardware: Hardware, assume: str = OURS, tokens: float | None = None
+    config: ResolvedConfig, hardware: Hardware, assume: str = OURS, tokens: float | None = None
 ) -> Prediction:
-    """The prediction for a resolved config whose mesh is known and whose rules are kept.
+    """The prediction for a config that keeps every rule.
 
     assume: the framework that trains; tokens: of the run
     Raises ConfigError if our own runtime has no table for it.
@@ -177,13 +179,13 @@ def predict(
     return Prediction(config, work, work.step(), slots, tokens)
 
 
-def with_op_times(config: Config, work: StepModel) -> Config:
-    """The resolved config with the op times, in milliseconds, by which training makes its table on
+def with_op_times(config: ResolvedConfig, work: StepModel) -> ResolvedConfig:
+    """The config with the op times, in milliseconds, by which training makes its table on
     this hardware: the config's if it has any or the devices are simulated, otherwise planned
     ones."""
     if config.mesh.stage == 1 or config.pipeline.times or work.hardware.alone > 1:
         return config
-    return cfg.replace(config, {"pipeline.times": milliseconds(work.op_times())})
+    return config.with_times(milliseconds(work.op_times()))
 
 
 # --- by the table -------------------------------------------------------------------------------
@@ -210,9 +212,9 @@ class TableCounts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlannedTable:
-    """The table that training would make for a resolved config whose mesh is known."""
+    """The table that training would make for a config."""
 
-    config: Config
+    config: ResolvedConfig
 
     @property
     def setup(self) -> Setup:
@@ -231,24 +233,20 @@ class PlannedTable:
         most = max(least, cells // (stages**2 * max(1, pipeline.repeats))) * stages
         if pipeline.microbatches <= most or pipeline.schedule not in SHORTENED:
             return self
-        config = cfg.replace(self.config, {"pipeline.microbatches": most})
+        config = cfg.replace(self.config, {"pipeline.microbatches": most}).resolve()
         if not auto or pipeline.vocabulary != "auto":
             return PlannedTable(config)
         settings = {"schedule": ZERO_BUBBLE[0], "repeats": 1, "chunk_layers": ()}
         zb_h1 = cfg.replace(config, {f"pipeline.{name}": value for name, value in settings.items()})
-        return PlannedTable(config).with_microbatches(most, make_setup(zb_h1).table)
+        return PlannedTable(config).with_microbatches(most, make_setup(zb_h1.resolve()).table)
 
     def with_microbatches(self, microbatches: int, table: Table) -> "PlannedTable":
         """The table of this number of microbatches, with the vocabulary where `table` has it."""
-        return PlannedTable(
-            cfg.replace(
-                self.config,
-                {
-                    "pipeline.microbatches": microbatches,
-                    "pipeline.vocabulary": table.vocabulary,
-                },
-            )
-        )
+        changes = {
+            "pipeline.microbatches": microbatches,
+            "pipeline.vocabulary": table.vocabulary,
+        }
+        return PlannedTable(cfg.replace(self.config, changes).resolve())
 
     def slots(self) -> SlotCounts | None:
         """Slots of the step; None with one stage, which has no table.
@@ -309,7 +307,7 @@ def exactly(prediction: Prediction) -> Prediction:
         return prediction
     config = with_op_times(prediction.config, work)
     times = complete_times(
-        work.op_times(), work.model, layout.stage, has_recompute_ops(layout.remat)
+        KnownTimes(*work.op_times()), work.model, layout.stage, has_recompute_ops(layout.remat)
     )
     planned, auto = PlannedTable(config), config.pipeline.schedule == AUTO
     table = planned.part().setup.table

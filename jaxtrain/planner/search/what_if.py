@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, MeshConfig, PipelineConfig, kernels
+from jaxtrain.config import Config, MeshConfig, PipelineConfig, ResolvedConfig, kernels
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
-from jaxtrain.config.rules.mesh_rules import AXES, filled
+from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
 from jaxtrain.config.rules.rules import divisors
 from jaxtrain.config.saved_values import LAYER_INPUT, saved_with
 from jaxtrain.config.sizes import remat_of
@@ -37,7 +37,7 @@ from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.run.files import CONFIG_FILE, PLANNED, read_json
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
-from jaxtrain.run.wall_clock import Part
+from jaxtrain.run.wall_clock import Phase
 from jaxtrain.schedule.orders import INTERLEAVED, ZERO_BUBBLE
 
 # (axis that is halved, axis that is doubled)
@@ -65,12 +65,13 @@ def single_changes(prediction: Prediction) -> list[Change]:
 
     Their times are closed forms, scaled by the ratio of this step's exact time to its closed form.
     """
-    work, config = prediction.work, prediction.config
+    work, config = prediction.work, prediction.config.as_read()
     for path in ("parallel.ends", "parallel.reduce"):
         chosen = cfg.replace(config, {path: "auto"})
         if chosen.resolve() == prediction.config:  # with another layout it may be another
             config = chosen
-    exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
+    exact, layout = prediction.seconds / work.step().seconds, layout_flag.of(config.on_own_mesh())
+    changes = []
     environment = Environment(
         work.layout.devices, work.hardware.platform, config, is_ours=work.settings.ours
     )
@@ -145,13 +146,13 @@ def fitting(config: Config, environment: Environment, asked: int, available: int
     """The rest of the line about a step that has no memory: its planned bytes by part, and the
     fewest flags with which it is planned to fit, that keep every rule and train the same.
 
-    config: not resolved; asked, available: bytes, 0 for what is not known; the available ones are a
+    asked, available: bytes, 0 for what is not known; the available ones are a
     device's, or the host's for all simulated ones. Where one program's arrays are more than the
     plan has for all, as on simulated devices, plans count as so much larger.
     """
     device = dataclasses.replace(load("h100"), name=environment.platform)
     without_tables = dataclasses.replace(environment, rules=())
-    changed = lambda changes: filled(cfg.replace(config, changes), environment.devices).resolve()
+    changed = lambda changes: on_mesh(cfg.replace(config, changes), environment.devices).resolve()
     planned = lambda settings: memory(step_model_of(settings, device), settings.model.loss_chunk)
     breaks = lambda changes, where: checks.first_violation(cfg.replace(config, changes), where)
     now, simulated = planned(changed({})), environment.platform == kernels.CPU
@@ -171,7 +172,7 @@ def fitting(config: Config, environment: Environment, asked: int, available: int
     return f"; a device is planned to need {now.bytes / GIB:.3g} GiB ({parts}): use {use}"
 
 
-def _smaller(config: Config, simulated: bool) -> list[dict[str, Any]]:
+def _smaller(config: ResolvedConfig, simulated: bool) -> list[dict[str, Any]]:
     """Changes that may take less memory and train the same but for rounding: fewer settings first,
     and the host's memory last."""
     single = [*_candidates(config.mesh, config.pipeline, config.parallel.zero)]
@@ -199,19 +200,19 @@ T = TypeVar("T")
 FAR = 1.5  # ratio of measured and planned step, either way, beyond which the plan does not apply
 MOST = 5  # changes that are listed
 
-# Part of the wall time → its remedy.
+# Phase of the wall time → its remedy.
 REMEDIES: Mapping[str, str] = {
-    Part.WAITING.value: "the step waits for batches: raise data.prefetch, put the corpus on a "
+    Phase.WAITING.value: "the step waits for batches: raise data.prefetch, put the corpus on a "
     "local disk, or give hosts more cores",
-    Part.SAVING.value: "saves hold the loop: raise checkpoint.every or .minutes, with "
+    Phase.SAVING.value: "saves hold the loop: raise checkpoint.every or .minutes, with "
     "checkpoint.local for the frequent ones",
-    Part.EVALUATING.value: "evaluation takes long: raise train.eval_every, or lower "
+    Phase.EVALUATING.value: "evaluation takes long: raise train.eval_every, or lower "
     "train.eval_batches",
-    Part.COMPILING.value: "starts compile: keep the cache of programs ($JAXTRAIN_CACHE) on a "
+    Phase.COMPILING.value: "starts compile: keep the cache of programs ($JAXTRAIN_CACHE) on a "
     "disk that outlives them, and start less often",
     REDONE: "steps are repeated after stops: save more often, or every few steps into "
     "checkpoint.local as well",
-    Part.ROLLING_BACK.value: "the run goes back often: look at its warnings, and at "
+    Phase.ROLLING_BACK.value: "the run goes back often: look at its warnings, and at "
     "optimizer.learning_rate",
 }
 

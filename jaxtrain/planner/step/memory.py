@@ -39,7 +39,7 @@ from jaxtrain.planner.layer.settings import FLOAT32, FP8, ITEM
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
 from jaxtrain.planner.step.parameters import MASTERS
 from jaxtrain.planner.step.saved import LeastSaved, SavedBytes, bytes_on_host, layer_bytes
-from jaxtrain.planner.step.step_part import Part
+from jaxtrain.planner.step.step_part import AnyPart
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.placement import spread
 from jaxtrain.schedule.slots import SAVED
@@ -175,7 +175,7 @@ def _products_at_ends(step: StepModel) -> float:
 
 
 def estimated_slots(step: StepModel) -> SlotCounts | None:
-    """The slots of a layout with stages, by the closed forms of its schedule (schedule/orders.py):
+    """The slots of a layout with stages, by the closed forms of its schedule (schedule/orders/):
     the peaks of its table. None with one stage."""
     layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
     if p == 1:
@@ -185,9 +185,11 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     stashes = min(schedule.stashes(p), chunks)
     layers = math.ceil(step.model.layers / (p * v))
     stored = layers * v
-    if step.balanced:
-        layers = max(step.balanced.sizes)
-        stored = sum(map(step.balanced.stack_size, range(step.balanced.units_per_stage)))
+    if step.uneven_placement:
+        layers = max(step.uneven_placement.sizes)
+        stored = sum(
+            map(step.uneven_placement.stack_size, range(step.uneven_placement.units_per_stage))
+        )
     remat, full = layout.recomputation, layout.recomputation.mode == "full"
     pieces = spread(layers, math.ceil(layers / (layout.layers_per_op or layers)))
     saved = sum(n - remat.recomputed(n) for n in pieces) if remat.mode != "none" else 0
@@ -227,8 +229,8 @@ def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepM
 class _BoundedStep(StepModel):
     """A step whose layers save at most what they do."""
 
-    def part(self, kind: type[Part]) -> Part:
-        return super().part(cast(type[Part], LeastSaved) if kind is SavedBytes else kind)
+    def part(self, kind: type[AnyPart]) -> AnyPart:
+        return super().part(cast(type[AnyPart], LeastSaved) if kind is SavedBytes else kind)
 
 
 def bounded(step: StepModel) -> StepModel:

@@ -9,7 +9,7 @@ from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SHARD_AXES, padded_vocabulary, scattered
 from jaxtrain.planner.layer.collective_time import Parameters
-from jaxtrain.planner.layer.layer import EXPERT, MODEL, Array
+from jaxtrain.planner.layer.layer import EXPERT, MODEL, ParameterShape
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import CONTEXT, DATA, REPLICA, STAGE
 from jaxtrain.planner.layer.model import Model
@@ -70,7 +70,10 @@ def _held_numbers(
     record = OPTIMIZERS[optimizer.name] if optimizer else None
 
     def numbers(
-        array: Array, at_end: bool = True, over_stage: bool = True, padded: tuple[int, ...] = ()
+        array: ParameterShape,
+        at_end: bool = True,
+        over_stage: bool = True,
+        padded: tuple[int, ...] = (),
     ) -> int:
         padded = padded or array.shape
         splits = [by_axis.get(axis, 1) for axis in array.axes]
@@ -91,7 +94,9 @@ def _held_numbers(
     layer, dense_layer = model.layer().arrays, model.layer(dense=True).arrays
     in_stack = [numbers(array, at_end=False, over_stage=False) for array in layer]
     by_axis["vocabulary"] = shards = by_axis[MODEL] * (by_axis[STAGE] if shared else 1)
-    table = Array("table", (model.vocab_size, model.width), ("vocabulary", ""), True, False)
+    table = ParameterShape(
+        "table", (model.vocab_size, model.width), ("vocabulary", ""), True, False
+    )
     padded = padded_vocabulary(model.vocab_size, shards), model.width
     of_table = numbers(table, over_stage=not shared, padded=padded)
     ends = sum(map(numbers, model.ends)) + tables * of_table

@@ -31,7 +31,7 @@ from jaxtrain.schedule.table import Permute, wraps
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class CollectiveCount:
     """Collectives of an op that are alike: over mesh axes, among `devices` of them, `count` times a
     step, of `size` bytes (collective_time.py)."""
 
@@ -102,7 +102,7 @@ class StepCounts:
             # outside where a stage runs the unit without a layer.
             single = stack == 1 or remat.recomputed(stack) == 1
             outside = (single or c.gathers_in_ops) and all(placement.counts(unit))
-            # The ranges of a unit's layers (runtime/layer_stack.py: LayerRange).
+            # The ranges of a unit's layers (runtime/layer_loops.py: LayerRange).
             lower = remat.recomputed(layers)
             for mode, count, lowest in (
                 (remat.mode, lower, True),
@@ -129,11 +129,11 @@ class StepCounts:
 
     # --- communication volume ------------------------------------------------------------------
 
-    def volume(self, stage: int = 0) -> list[Entry]:
+    def volume(self, stage: int = 0) -> list[CollectiveCount]:
         """The collectives of a step for the devices of a stage."""
         return self._entries(self._step(stage))
 
-    def exchange_volume(self) -> list[Entry]:
+    def exchange_volume(self) -> list[CollectiveCount]:
         """The collectives of an exchange between independent replicas; [] without these."""
         exchange = self.collectives.outer_exchange(self._all_parameters())
         return self._entries([("exchange", 1, exchange)]) if self.exchanges else []
@@ -145,7 +145,9 @@ class StepCounts:
             key=lambda stage: sum(entry.bytes for entry in self.volume(stage)),
         )
 
-    def _entries(self, ops: Iterable[tuple[str, float, Iterable[Collective]]]) -> list[Entry]:
+    def _entries(
+        self, ops: Iterable[tuple[str, float, Iterable[Collective]]]
+    ) -> list[CollectiveCount]:
         counts: collections.Counter = collections.Counter()
         sizes = dataclasses.asdict(self.collectives.layout)
         for op, times, collectives in ops:
@@ -155,7 +157,7 @@ class StepCounts:
                     devices = c.devices or self.collectives.devices(axes)
                     counts[op, c.kind, axes, devices, round(c.size)] += round(times * c.times)
         return [
-            Entry(op, kind, axes, devices, count, size)
+            CollectiveCount(op, kind, axes, devices, count, size)
             for (op, kind, axes, devices, size), count in counts.items()
         ]
 

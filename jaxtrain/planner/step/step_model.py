@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 from jaxtrain import config as cfg
 from jaxtrain.config import (
-    Config,
+    FilledConfig,
     MeshConfig,
     ParallelConfig,
     PipelineConfig,
+    ResolvedConfig,
     ends_with_layers,
     kernels,
 )
@@ -86,8 +87,8 @@ OF_OURS = (
 )
 
 
-def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
-    """The step of a resolved config, none of whose mesh sizes is −1, on one kind of hardware.
+def step_model_of(config: ResolvedConfig, hardware: Hardware, assume: str = OURS) -> StepModel:
+    """The step of a config on one kind of hardware.
 
     assume: the framework that runs it, a name of other_frameworks.FRAMEWORKS
     """
@@ -125,8 +126,7 @@ def hardware_at_hand(name: str, device_kind: str) -> Hardware | None:
 def layout_of(
     mesh: MeshConfig, pipeline: PipelineConfig, parallel: ParallelConfig, batch_size: int
 ) -> Layout:
-    """The layout of a resolved config, none of whose mesh sizes is −1, and whose batch the shards
-    and microbatches divide."""
+    """The layout of a resolved config whose batch the shards and microbatches divide."""
     return Layout(
         data=mesh.data,
         stage=mesh.stage,
@@ -151,8 +151,8 @@ def layout_of(
     )
 
 
-def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepSettings:
-    """The settings of the framework named `assume` with what a resolved config changes about them:
+def settings_of(config: FilledConfig, hardware: Hardware, assume: str = OURS) -> StepSettings:
+    """The settings of the framework named `assume` with what a config changes about them:
     the types of its numbers, the optimizer, the kernel of attention, the use of the mesh, and the
     stages that have embedding and head.
 
@@ -209,13 +209,13 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     )
 
 
-def settings_of_run(config: Config) -> StepSettings:
-    """The settings of our own step by a resolved config, but for those that depend on the hardware
+def settings_of_run(config: FilledConfig) -> StepSettings:
+    """The settings of our own step by a config, but for those that depend on the hardware
     and those of every framework."""
     precision = config.precision
     # "auto" where it is what the layout's own default stands for, which other layouts have, too
     automatic = cfg.replace(config, {"parallel.reduce": "auto"})
-    chosen = config.parallel.reduce != automatic.resolve().parallel.reduce
+    chosen = config.parallel.reduce != automatic.fill().parallel.reduce
     stored = bytes_of(precision.params)
     masters = precision.params != "float32" and precision.masters == "float32"
     return StepSettings(
@@ -232,11 +232,11 @@ def settings_of_run(config: Config) -> StepSettings:
     )
 
 
-def unfollowed(config: Config, settings: StepSettings) -> list[str]:
-    """A line that names the settings of a resolved config which the plan of a framework's step does
+def unfollowed(config: ResolvedConfig, settings: StepSettings) -> list[str]:
+    """A line that names the settings of a config which the plan of a framework's step does
     not follow, among those that are not at their defaults and have a use; [] for none."""
     idle, names = without_use(config), (*OF_NO_PLAN, *OF_OURS * (not settings.ours))
-    usual = cfg.replace(config, {path: cfg.fields()[path].default for path in names}).resolve()
+    usual = cfg.replace(config, {path: cfg.fields()[path].default for path in names}).fill()
     changed = [
         f"{path}={cfg.value_text(cfg.get(config, path))}"
         for path in names

@@ -18,7 +18,7 @@ from jaxtrain.planner.layer.layout import AXES, Layout
 from jaxtrain.planner.layer.links import EXPERT, Links
 from jaxtrain.planner.layer.settings import StepSizes
 
-Part = TypeVar("Part", bound="StepPart")
+AnyPart = TypeVar("AnyPart", bound="StepPart")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -36,7 +36,7 @@ def once(method: Method) -> Method:
     return cast(Method, remembered)
 
 
-def part(kind: type[Part]) -> functools.cached_property[Part]:
+def part(kind: type[AnyPart]) -> functools.cached_property[AnyPart]:
     """The property of a step, or of a part, that is its part of this kind."""
     return functools.cached_property(lambda step: step.part(kind))
 
@@ -59,13 +59,13 @@ class StepPart(StepSizes):
         """This step, or part, with another layout. It shares the parts of this one."""
         return self.of_kind(type(self), layout)
 
-    def of_kind(self, kind: type[Part], layout: Layout) -> Part:
+    def of_kind(self, kind: type[AnyPart], layout: Layout) -> AnyPart:
         """A step, or part, of a kind, which shares the parts of this one."""
         other = kind(self.model, layout, self.settings, self.hardware)
         object.__setattr__(other, "_parts", self._parts)
         return other
 
-    def part(self, kind: type[Part]) -> Part:
+    def part(self, kind: type[AnyPart]) -> AnyPart:
         """The step's part of this kind, whose `reads` are among this one's."""
         kind = self.settings.changed.get(kind, kind)
         key = kind, operator.attrgetter(*kind.reads)(self.layout)

@@ -22,8 +22,9 @@ from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState
 from jaxtrain.planner.step.step_part import StepPart, part
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
-from jaxtrain.schedule.orders import PLACEMENTS, Schedule, StageTimes, closed_forms
-from jaxtrain.schedule.placement import Placement, balanced
+from jaxtrain.schedule.clocks.times import KnownTimes
+from jaxtrain.schedule.orders import Schedule, StageTimes, closed_forms
+from jaxtrain.schedule.placement import PLACEMENTS, Placement, TimesToBalance, balanced
 
 
 class StepModel(StepPart):
@@ -96,7 +97,7 @@ class StepModel(StepPart):
         """Returns (the layers of the stage that works most; whether it has `first`, the dense
         layers before the others, and `last`, the head), from the seconds of these for one
         microbatch."""
-        placement, layout = self.balanced, self.layout
+        placement, layout = self.uneven_placement, self.layout
         if placement is None:
             return math.ceil(self.model.layers / layout.stage), True, True
         held = [0] * layout.stage
@@ -112,9 +113,10 @@ class StepModel(StepPart):
         return closed_forms(self.layout.schedule, self.layout.overlap and self.settings.ours)
 
     @functools.cached_property
-    def balanced(self) -> Placement | None:
-        """The placement in which stages with what is in no unit have fewer layers, by closed forms
-        (pipeline/setup.py); None where layers are spread evenly."""
+    def uneven_placement(self) -> Placement | None:
+        """The placement in which the stages that also run the dense layers or the prediction
+        modules have fewer of the other layers, as pipeline/setup.py makes it; None where layers are
+        spread evenly. The seconds that it balances are closed forms, for no table exists yet."""
         model, layout = self.model, self.layout
         ends = model.dense_layers or model.mtp_depth
         if layout.stage == 1 or not ends:
@@ -124,8 +126,8 @@ class StepModel(StepPart):
         layer = sum(op.seconds for op in self.layers.mean(False).values())
         if layout.overlap:
             layer -= self.layers.saved_by_overlap
-        seconds = layer, self.dense_layers.seconds, self.head.seconds
-        sizes = balanced(model.layers, stage_of, least, *seconds)
+        work = TimesToBalance(layer, before=self.dense_layers.seconds, after=self.head.seconds)
+        sizes = balanced(model.layers, stage_of, least, work)
         return Placement(model.layers, layout.stage, 1, stage_of, sizes)
 
     def _messages(self, microbatch: float) -> TimeBreakdown:
@@ -154,13 +156,19 @@ class StepModel(StepPart):
         the last one that the layout has, of F and B at once, of the optimizer's update, and of the
         embedding with the dense layers behind it, in the order of `pipeline.times`."""
         ops, layout = {name: op.seconds for name, op in self.ops().items()}, self.layout
-        times = ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head.seconds
         both = ops["F"] + ops["B"] - self.saved_by_overlap() if layout.overlap else 0.0
         update = self.update.op.seconds if layout.steps > 1 else 0.0
-        later = [both, update, self.dense_layers.seconds / 2]
-        while later and not later[-1]:
-            later.pop()
-        return *times, *later
+        return KnownTimes(
+            ops["F"],
+            ops["B"],
+            ops["W"],
+            self.message(),
+            ops["R"],
+            self.head.seconds,
+            FB=both or None,
+            update=update or None,
+            embedding=self.dense_layers.seconds / 2 or None,
+        ).setting()
 
     def model_flops(self) -> float:
         """Operations of a step that the model itself needs, on all devices: forward, and twice that

@@ -19,7 +19,8 @@ from jax import lax
 from jaxtrain.devices.host_memory import on_device
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.parallel import replicas
-from jaxtrain.training.state import ParameterLayout, TrainState
+from jaxtrain.training.parameter_layout import ParameterLayout
+from jaxtrain.training.state import TrainState
 
 
 def exchange(

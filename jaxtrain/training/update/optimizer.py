@@ -1,5 +1,17 @@
-"""optax optimizers and learning-rate schedules from the config's `optimizer` group."""
+"""The optimizer of the config's group `optimizer`, and its learning rate.
 
+Begin with `Optimizer.update`. It updates one parameter after the other, each by
+
+    ParameterUpdate   optax's direction, decay of weights, learning rate, rounding, skip
+    _unstacked        the same for each layer of a stack on its own, where the direction of a number
+                      depends on the other numbers of its layer's parameter (Adafactor)
+    _layer_by_layer   the same in a loop over layers, with offload to the host's memory
+
+The state is a tuple as optax's `chain` has it. `parts_of` takes it apart into trees like the
+parameters (the moments) and scalars that all parameters share (counts of updates).
+"""
+
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,38 +23,24 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxtrain.config import OptimizerConfig
+from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.devices.host_memory import is_on_host, read, write
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.training.update.rounding import rounded
 
 
-def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax.Array]:
-    """A function step → learning rate: linear warm-up over `warmup_steps`, then decay to
-    `final_fraction` of the peak by step `steps`.
-
-    schedule: cosine and linear decay from the warm-up on; constant decays over the last
-    `decay_steps`, or not at all if these are 0.
-    """
-    peak, end = cfg.learning_rate, cfg.learning_rate * cfg.final_fraction
-    warm, rest = cfg.warmup_steps, max(1, steps - cfg.warmup_steps)
-    if cfg.schedule == "cosine":
-        decay = optax.cosine_decay_schedule(peak, rest, cfg.final_fraction)
-    elif cfg.schedule == "linear":
-        decay = optax.linear_schedule(peak, end, rest)
-    else:
-        flat = rest - cfg.decay_steps
-        decay = optax.constant_schedule(peak)
-        if cfg.decay_steps:
-            decay = optax.join_schedules(
-                [decay, optax.linear_schedule(peak, end, cfg.decay_steps)], [flat]
-            )
-    if not warm:
-        return decay
-    # The first step already updates: step 0 has 1/warm of the peak.
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / warm, peak, max(1, warm - 1)), decay], [warm]
-    )
+def learning_rate(settings: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax.Array]:
+    """A function step → learning rate, for steps from 0: linear warm-up to the peak over
+    `warmup_steps`, then the schedule of `optimizer.schedule` (config/learning_rates.py) to the end
+    of a run of `steps` steps."""
+    peak, warm_up = settings.learning_rate, settings.warmup_steps
+    after = LEARNING_RATES[settings.schedule].make(jnp, optax, settings, max(1, steps - warm_up))
+    if not warm_up:
+        return after
+    # The first step already updates: step 0 has 1/warm_up of the peak.
+    rising = optax.linear_schedule(peak / warm_up, peak, max(1, warm_up - 1))
+    return optax.join_schedules([rising, after], [warm_up])
 
 
 class Updated(NamedTuple):
@@ -59,18 +57,204 @@ class Updated(NamedTuple):
     state: Any
 
 
-class Optimizer(NamedTuple):
-    """An optimizer of a tree of parameters.
+class Guard(NamedTuple):
+    """What all updates of a step need of all gradients: their l2 norm, a float32 scalar, and
+    whether the updates are made, a bool scalar; None if they always are."""
 
-    init:   parameters → its state: optax's of the clipping, of the directions, of the decay and of
-            the learning rate
-    update: (gradients, state, parameters, finite, norm) → Updated. finite: a scalar; if it is
-            false, parameters and state stay as they are, bit for bit. None: they change in any
-            case. norm: of all gradients; None: these are all
+    norm: Any
+    finite: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Optimizer:
+    """The optimizer of `optimizer.name` (config/optimizers.py) with clipping by the global norm
+    before it, and after it decay of weights (matrices decay, norm scales and biases do not) and the
+    learning rate, which depends on the number of updates.
+
+    A number is computed in float32. Where the parameter or the moment is of 16 bits, it is rounded
+    up or down at random (training/update/rounding.py), since the nearest number is often the old
+    one.
+
+    steps: of the run, for the learning rate
+    specs: a pytree like the parameters, of Specs. Stacks are leaves [stages, layers, ...] under
+        "layers"
+    moments: type of the arrays of the state
+    offload: the optimizer's state, and what the layout says of the parameters, is in the host's
+        memory: `update` fetches it and writes it back leaf by leaf, and in stacks layer by layer
+    keys: for each parameter, in the order of the leaves, the keys of its random numbers [stages,
+        layers, 2], or [2]; None where nothing is of 16 bits
     """
 
-    init: Callable[[Any], Any]
-    update: Callable[..., Updated]
+    settings: OptimizerConfig
+    steps: int
+    specs: dict
+    moments: str = "float32"
+    offload: bool = False
+    keys: Sequence[np.ndarray] | None = None
+
+    def of_part(self, specs: dict, keys: Sequence[Any] | None = None) -> "Optimizer":
+        """The same optimizer for some of the parameters, whose state is not in the host's
+        memory."""
+        return dataclasses.replace(self, specs=specs, keys=keys, offload=False)
+
+    @property
+    def rate(self) -> Callable[[ArrayLike], jax.Array]:
+        """The number of updates before this one → its learning rate."""
+        return learning_rate(self.settings, self.steps)
+
+    @property
+    def _directions(self) -> optax.GradientTransformation:
+        return OPTIMIZERS[self.settings.name].make(jax, optax, self.settings)
+
+    @property
+    def _elementwise(self) -> bool:
+        return OPTIMIZERS[self.settings.name].elementwise
+
+    def init(self, params: Any) -> Any:
+        """The state before the first update: optax's of the clipping, of the directions, of the
+        decay and of the learning rate."""
+        specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
+        if self._elementwise:
+            state = self._directions.init(params)
+        else:
+            state = _init_directions(self._directions, params, specs, tree)
+        state = _with_moments(state, tree, self.moments)
+        nothing = optax.EmptyState()
+        # Checkpoints name the state's arrays by their places in this tuple, so it has the same
+        # places with and without clipping or decay.
+        return nothing, state, nothing, optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+
+    def update(
+        self,
+        gradients: Any,
+        state: Any,
+        params: Any,
+        finite: jax.Array | None = None,
+        norm: jax.Array | None = None,
+    ) -> Updated:
+        """Inside jit: the parameters and the state after an update.
+
+        finite: a scalar; if it is false, parameters and state stay as they are, bit for bit. None:
+            they change in any case
+        norm: of all gradients, float32; None: `gradients` are all
+        """
+        tree: Any
+        specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
+        if self.settings.clip_norm:
+            norm = optax.tree.norm(gradients) if norm is None else norm
+            gradients = _clipped(gradients, norm, self.settings.clip_norm)
+        no_clipping, of_directions, no_decay, schedule = state
+        count = schedule.count
+        rate = self.rate(count)
+        parts = parts_of(of_directions, tree)
+        # Each part of the state has a leaf for each parameter; a shared count is one for all.
+        columns = [
+            tree.flatten_up_to(part) if follows else [part] * len(specs)
+            for part, follows in zip(parts.parts, parts.follow, strict=True)
+        ]
+        directions = self._directions
+        values, new_params, new_leaves = [], [], []
+        paths = jax.tree_util.tree_leaves_with_path(gradients)
+        parameters = zip(specs, paths, tree.flatten_up_to(params), strict=True)
+        for i, (spec, (path, gradient), held) in enumerate(parameters):
+            decay = self.settings.weight_decay if spec.matrix else 0.0
+            one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite)
+            if not self._elementwise:
+                one = _unstacked(one, spec, parts.follow, gradient.shape)
+            leaves = [column[i] for column in columns]
+            key = None if self.keys is None else jnp.asarray(self.keys[i])
+            if self.offload:
+                layers = gradient.shape[1] if path[0].key == "layers" else 0
+                value, held, after = _layer_by_layer(one, gradient, leaves, held, key, layers)
+            else:
+                value, after = one(gradient, leaves, held, key)
+            values.append(value)
+            # A parameter on the host was written there by the loop over its layers.
+            new_params.append(held if is_on_host(held) else value.astype(held.dtype))
+            new_leaves.append(after)
+        counted = count + 1 if finite is None else jnp.where(finite, count + 1, count)
+        new_state = (
+            no_clipping,
+            _joined(new_leaves, parts, tree),
+            no_decay,
+            optax.ScaleByScheduleState(counted),
+        )
+        return Updated(tree.unflatten(values), tree.unflatten(new_params), new_state)
+
+
+def updates_made(state: Any) -> jax.Array:
+    """The number of updates in a state of `Optimizer`, int32: of steps without skipped ones."""
+    return state[-1].count
+
+
+def _clipped(gradients: Any, norm: jax.Array, limit: float) -> Any:
+    """optax's clip_by_global_norm, of gradients that may be some of those whose norm this is."""
+    # `limit / norm` is one number for all gradients, so each has a product and no division: XLA
+    # would turn a division by a scalar into a product in one program and not in another.
+    clip = lambda g: lax.select(norm < limit, g, g * (limit / norm).astype(g.dtype))
+    return jax.tree.map(clip, gradients)
+
+
+# --- the state by its parts -----------------------------------------------------------------------
+
+
+class StateParts(NamedTuple):
+    """An optimizer's state taken apart.
+
+    parts:   trees like the parameters (each moment), and leaves that all parameters share (a count
+             of updates)
+    follow:  for each part, True if it is such a tree
+    outline: the structure whose leaves the parts are
+    """
+
+    parts: list[Any]
+    follow: list[bool]
+    outline: Any
+
+
+def parts_of(state: Any, tree: Any) -> StateParts:
+    """The parts of an optimizer's state. tree: the parameters' structure"""
+    follows = lambda part: jax.tree.structure(part) == tree
+    parts, outline = jax.tree.flatten(state, is_leaf=follows)
+    return StateParts(parts, [follows(part) for part in parts], outline)
+
+
+def _joined(leaves: list[list], parts: StateParts, tree: Any) -> Any:
+    """The state of all parameters, in the form of `parts`, from the leaves of each one's."""
+    columns = zip(*leaves, strict=True)
+    # Each parameter's update has counted the shared counts on, all to the same number.
+    return parts.outline.unflatten(
+        tree.unflatten(column) if follows else column[-1]
+        for column, follows in zip(columns, parts.follow, strict=True)
+    )
+
+
+def _init_directions(
+    directions: optax.GradientTransformation, params: Any, specs: list[Spec], tree: Any
+) -> Any:
+    """The state of directions that depend on all numbers of a layer's parameter, before the first
+    update: that of each layer on its own, without padding."""
+    parts = parts_of(jax.eval_shape(directions.init, params), tree)
+    leaves = []
+    for array, spec in zip(tree.flatten_up_to(params), specs, strict=True):
+        start = lambda a, s=spec: jax.tree.leaves(directions.init(a[: s.shape[0]]))
+        for _ in array.shape[: -len(spec.shape)]:  # over stages and layers of a stack
+            start = jax.vmap(start, out_axes=[0 if follows else None for follows in parts.follow])
+        leaves.append(start(array))
+    return _joined(leaves, parts, tree)
+
+
+def _with_moments(state: Any, tree: Any, dtype: str) -> Any:
+    """The state with its trees, of the structure `tree`, in this type."""
+    parts = parts_of(state, tree)
+    cast = lambda part: jax.tree.map(lambda a: a.astype(dtype), part)
+    return parts.outline.unflatten(
+        cast(part) if follows else part
+        for part, follows in zip(parts.parts, parts.follow, strict=True)
+    )
+
+
+# --- the update of one parameter ------------------------------------------------------------------
 
 
 # (gradient, leaves of the state, parameter, its key) → (new values in float32, leaves of the new
@@ -80,191 +264,69 @@ UpdateOne = Callable[
 ]
 
 
-def make_optimizer(
-    cfg: OptimizerConfig,
-    steps: int,
-    specs: dict,
-    moments: str = "float32",
-    offload: bool = False,
-    keys: Sequence[np.ndarray] | None = None,
-) -> Optimizer:
-    """The optimizer of `optimizer.name` (config/optimizers.py) with clipping by the global norm
-    before it, and after it decay of weights (matrices decay, norm scales and biases do not) and the
-    learning rate, which depends on the number of updates.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParameterUpdate:
+    """The update of one parameter, an UpdateOne.
 
-    A number is computed in float32. Where the parameter or the moment is of 16 bits, it is rounded
-    up or down at random (training/update/rounding.py), since the nearest number is often the old
-    one.
-
-    specs: a pytree like the parameters, of Specs. Stacks are leaves [stages, layers, ...] under
-        "layers". moments: type of the arrays of the state
-    offload: the optimizer's state, and what the layout says of the parameters, is in the host's
-        memory: `update` fetches it and writes it back leaf by leaf, and in stacks layer by layer.
-    keys: for each parameter, in the order of the leaves, the keys of its random numbers [stages,
-        layers, 2], or [2]; None where nothing is of 16 bits
+    directions: optax's transformation of clipped gradients
+    parts:      of the optimizer's state
+    decay:      of weights, times the learning rate
+    rate:       the learning rate
+    count:      the number of updates before this one, int32
+    finite:     as in Optimizer.update
     """
-    specs_of, tree = jax.tree.flatten(specs, is_leaf=is_spec)
-    record, rates = OPTIMIZERS[cfg.name], learning_rate(cfg, steps)
-    directions = record.make(jax, optax, cfg)
 
-    def init(params):
-        state = _init_directions(directions, params, specs_of, tree, record.elementwise)
-        state = _with_moments(state, tree, moments)
-        nothing = optax.EmptyState()
-        # Checkpoints name the state's arrays by their places in this tuple.
-        return nothing, state, nothing, optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+    directions: optax.GradientTransformation
+    parts: StateParts
+    decay: float
+    rate: jax.Array
+    count: jax.Array
+    finite: jax.Array | None
 
-    def update(gradients, state, params, finite=None, norm=None):
-        if cfg.clip_norm:
-            norm = optax.tree.norm(gradients) if norm is None else norm
-            gradients = _clipped(gradients, norm, cfg.clip_norm)
-        _, of_directions, _, schedule = state
-        count = schedule.count
-        parts, trees, outline = parts_of(of_directions, tree)
-        columns = [
-            tree.flatten_up_to(part) if follows else [part] * len(specs_of)
-            for part, follows in zip(parts, trees, strict=True)
-        ]
-        rate = rates(count)
-        values, new_params, results = [], [], []
-        for i, ((path, gradient), held) in enumerate(
-            zip(
-                jax.tree_util.tree_leaves_with_path(gradients),
-                tree.flatten_up_to(params),
-                strict=True,
-            )
-        ):
-            decay = cfg.weight_decay if specs_of[i].matrix else 0.0
-            one = _of_one(directions, outline, trees, decay, rate, count, finite)
-            if not record.elementwise:
-                one = _unstacked(one, specs_of[i], trees, gradient.shape)
-            leaves = [column[i] for column in columns]
-            key = jnp.asarray(keys[i]) if keys is not None else None
-            if offload:
-                layers = gradient.shape[1] if path[0].key == "layers" else 0
-                value, held, new_state = _layer_by_layer(one, gradient, leaves, held, key, layers)
-            else:
-                value, new_state = one(gradient, leaves, held, key)
-            values.append(value)
-            new_params.append(held if is_on_host(held) else value.astype(held.dtype))
-            results.append(new_state)
-        after = _joined(results, trees, outline, tree)
-        counted = count + 1 if finite is None else jnp.where(finite, count + 1, count)
-        return Updated(
-            tree.unflatten(values),
-            tree.unflatten(new_params),
-            (state[0], after, state[2], optax.ScaleByScheduleState(counted)),
-        )
-
-    return Optimizer(init, update)
-
-
-def _clipped(gradients: Any, norm: jax.Array, limit: float) -> Any:
-    """optax's clip_by_global_norm, of gradients that may be some of those whose norm this is."""
-    clip = lambda g: lax.select(norm < limit, g, g * (limit / norm).astype(g.dtype))
-    return jax.tree.map(clip, gradients)
-
-
-def updates_made(state: Any) -> jax.Array:
-    """The number of updates in a state of `make_optimizer`, int32: of steps without skipped
-    ones."""
-    return state[-1].count
-
-
-def parts_of(state: Any, tree: Any) -> tuple[list, list[bool], Any]:
-    """The parts of an optimizer's state: trees like the parameters (each moment), and leaves that
-    all parameters share (the count of steps).
-
-    tree: the parameters' structure. Returns the parts, for each whether it is a tree, and the
-    structure whose leaves they are.
-    """
-    follows = lambda part: jax.tree.structure(part) == tree
-    parts, outline = jax.tree.flatten(state, is_leaf=follows)
-    return parts, [follows(part) for part in parts], outline
-
-
-def _joined(results: list[list], trees: list[bool], outline: Any, tree: Any) -> Any:
-    """The state of all parameters from the leaves of each one's."""
-    columns = zip(*results, strict=True)
-    return outline.unflatten(
-        tree.unflatten(column) if follows else column[-1]
-        for column, follows in zip(columns, trees, strict=True)
-    )
-
-
-def _init_directions(
-    directions: optax.GradientTransformation,
-    params: Any,
-    specs_of: list[Spec],
-    tree: Any,
-    elementwise: bool,
-) -> Any:
-    """The state of the directions before the first step. Where an update depends on all numbers of
-    a layer's parameter, that of each layer on its own, without padding."""
-    if elementwise:
-        return directions.init(params)
-    _, trees, outline = parts_of(jax.eval_shape(directions.init, params), tree)
-    results = []
-    for array, spec in zip(tree.flatten_up_to(params), specs_of, strict=True):
-        start = lambda a, s=spec: jax.tree.leaves(directions.init(a[: s.shape[0]]))
-        for _ in array.shape[: -len(spec.shape)]:
-            start = jax.vmap(start, out_axes=[0 if follows else None for follows in trees])
-        results.append(start(array))
-    return _joined(results, trees, outline, tree)
-
-
-def _with_moments(state: Any, tree: Any, dtype: str) -> Any:
-    """The state with its trees, of the structure `tree`, in this type."""
-    parts, trees, outline = parts_of(state, tree)
-    cast = lambda part: jax.tree.map(lambda a: a.astype(dtype), part)
-    return outline.unflatten(
-        cast(part) if follows else part for part, follows in zip(parts, trees, strict=True)
-    )
-
-
-def _of_one(
-    directions: optax.GradientTransformation,
-    outline: Any,
-    trees: list[bool],
-    decay: float,
-    rate: jax.Array,
-    count: jax.Array,
-    finite: jax.Array | None,
-) -> UpdateOne:
-    """The update of one parameter. outline, trees: of the state, as of `parts_of`."""
-
-    def one(gradient, leaves, held, key):
+    def __call__(
+        self,
+        gradient: jax.Array,
+        leaves: list[jax.Array],
+        held: jax.Array,
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        # float32 for all products and sums: 16 bits would lose most of a small update
         value = held.astype(jnp.float32)
         wide = [
             a.astype(jnp.float32) if follows else a
-            for a, follows in zip(leaves, trees, strict=True)
+            for a, follows in zip(leaves, self.parts.follow, strict=True)
         ]
-        direction, new_state = directions.update(gradient, outline.unflatten(wide), value)
-        if decay:
-            direction = direction + decay * value
-        new = [value - rate * direction, *jax.tree.leaves(new_state)]
+        direction, new_state = self.directions.update(
+            gradient, self.parts.outline.unflatten(wide), value
+        )
+        if self.decay:
+            direction = direction + self.decay * value
+        new = [value - self.rate * direction, *jax.tree.leaves(new_state)]
+        # Back to the types in memory. The position in this list tells apart the random numbers of
+        # the parameter and its moments, which have one key.
         old = [held, *leaves]
         new = [
-            rounded(a, before.dtype, key, count, use)
+            rounded(a, before.dtype, key, self.count, use)
             for use, (a, before) in enumerate(zip(new, old, strict=True))
         ]
-        if finite is not None:
-            new = [jnp.where(finite, a, before) for a, before in zip(new, old, strict=True)]
+        # A skipped update is computed and not taken, by selects: a conditional would copy its
+        # operands. A product with 0 would not do, since 0 · NaN is NaN.
+        if self.finite is not None:
+            new = [jnp.where(self.finite, a, before) for a, before in zip(new, old, strict=True)]
         return new[0].astype(jnp.float32), new[1:]
 
-    return one
 
-
-def _unstacked(one: UpdateOne, spec: Spec, trees: list[bool], shape: tuple[int, ...]) -> UpdateOne:
+def _unstacked(one: UpdateOne, spec: Spec, follow: list[bool], shape: tuple[int, ...]) -> UpdateOne:
     """`one` for each layer of a stack, without the rows that pad a parameter. shape: the array's,
     with the stack's dimensions in front."""
     rows, padding = spec.shape[0], spec.padded[0] - spec.shape[0]
 
+    # Rows of zeros would count in means over rows, so the update does not see them.
     def unpadded(gradient, leaves, held, key):
         value, new_leaves = one(gradient[:rows], leaves, held[:rows], key)
         return jnp.pad(value, [(0, padding), *[(0, 0)] * (value.ndim - 1)]), new_leaves
 
-    update, of_state = unpadded, [0 if follows else None for follows in trees]
+    update, of_state = unpadded, [0 if follows else None for follows in follow]
     for _ in shape[: -len(spec.shape)]:
         update = jax.vmap(update, in_axes=(0, of_state, 0, 0), out_axes=(0, of_state))
     return update
@@ -281,10 +343,6 @@ def _layer_by_layer(
     """`one` by a loop over the layers of a stack; at once for another parameter (0 layers). Returns
     (new values, the parameter, leaves of the new state); only a parameter in the host's memory is
     written, for the others are the new values.
-
-    XLA runs one loop after the other. Without loops it fetches several parameters' states, and
-    begins during the pipeline, when memory is scarcest. So a single update is a loop too, with a
-    number of trips that XLA does not see.
     """
 
     def start(layer: jax.Array, a: jax.Array) -> tuple:
@@ -317,5 +375,8 @@ def _layer_by_layer(
             [write(a, b, start(layer, a)) if a.ndim else b for a, b in pairs],
         )
 
+    # XLA runs one loop after the other. Without loops it fetches several parameters' states, and
+    # begins during the pipeline, when memory is scarcest. So a single update is a loop too, with a
+    # number of trips that XLA does not see: it would dissolve a loop of one trip.
     trips = layers if layers > 1 else lax.optimization_barrier(1)
     return lax.fori_loop(0, trips, update_layer, (gradient, held, state))

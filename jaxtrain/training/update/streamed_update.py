@@ -1,4 +1,4 @@
-"""The optimizer's update with its state on disk (devices/state_file.py): a loop of the host over
+"""A step with the optimizer's state on disk (devices/state_file.py): a loop of the host over
 parameters and layers.
 
     gradients   one program: gradients, their norm, metrics; they stay on the devices
@@ -6,8 +6,12 @@ parameters and layers.
                 program, which replaces the layer in the parameters and returns its new state
     finish      one program: the metrics that need the new parameters
 
-The update is that of `make_optimizer` for the group's parameters alone, with the norm of all
-gradients. So each number has the operations that it has without offload.
+`streamed_step` makes these programs, and `CompiledStreamedStep` is a step from top to bottom. In
+between are the groups (ParameterGroup), the function of the small program (`_update`), and the loop
+that reads the next groups' state while one is updated (CompiledUpdate).
+
+The update is that of `Optimizer` for the group's parameters alone, with the norm of all gradients.
+So each number has the operations that it has without offload.
 """
 
 import dataclasses
@@ -24,24 +28,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered, Wrapped
 
-from jaxtrain.config import OptimizerConfig
+from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.devices.state_stream import BlockGroup, StateStream
 from jaxtrain.models.spec import Spec, is_spec
-from jaxtrain.training.state import ParameterLayout, TrainState, gathered
+from jaxtrain.training.one_step import OneStep, StepMetrics
+from jaxtrain.training.parameter_layout import ParameterLayout, gathered
+from jaxtrain.training.state import TrainState
 from jaxtrain.training.update import balance
-from jaxtrain.training.update.optimizer import make_optimizer, parts_of
+from jaxtrain.training.update.optimizer import Guard, Optimizer, parts_of
 
 # State of a process that is streamed together at most, unless one parameter has more.
 GROUP_BYTES = 64 * 2**20
-
-
-class Guard(NamedTuple):
-    """What all updates of a step need of all gradients: their l2 norm, a float32 scalar, and
-    whether the updates are made, a bool scalar; None if they always are."""
-
-    norm: Any
-    finite: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +78,57 @@ class ParameterGroup:
         """The inverse of `tree`."""
         return [functools.reduce(lambda at, key: at[key], path, tree) for path in self.paths]
 
+    def select(self, tree: Any) -> list[Any]:
+        """This group's leaves of a pytree like all parameters, such as their shardings."""
+        leaves = jax.tree.leaves(tree)
+        return [leaves[i] for i in self.indices]
+
+    def random_keys(self, one: OneStep, layer: int) -> list[np.ndarray] | None:
+        """The keys of this layer's random numbers; None if nothing is rounded at random."""
+        optimizer = one.optimizer
+        rounds = any(one.layout.dtype(s) != jnp.float32 for s in self.specs)
+        if optimizer.keys is None or not rounds and optimizer.moments == "float32":
+            return None
+        keys = [optimizer.keys[i] for i in self.indices]
+        return [key[:, layer : layer + 1] for key in keys] if self.unit else keys
+
+
+class UpdateInputs(NamedTuple):
+    """What the update of one layer of a group reads besides the parameters, which it replaces.
+
+    gradients: of the group, of all layers, with counts as of the runtime
+    state:     the layer's moments, by tree and then by parameter, then its masters
+    counts:    of updates before the step, the scalars of the optimizer's state
+    guard:     of the step
+    squares:   the sum of the squares of the masters that are updated already, float32; None where
+               parameters are not masters
+    keys:      of the layer's random numbers, or None
+    layer:     the number of the layer in its stack, int32
+    """
+
+    gradients: list[Any]
+    state: list[Any]
+    counts: list[Any]
+    guard: Guard
+    squares: Any
+    keys: list[Any] | None
+    layer: Any
+
+
+class UpdateResults(NamedTuple):
+    """The results of such an update.
+
+    values:  of the group as ops read them, of all layers
+    state:   the layer's, as in UpdateInputs
+    counts:  of updates with this one
+    squares: with those of this layer's masters
+    """
+
+    values: list[Any]
+    state: list[Any]
+    counts: Any
+    squares: Any
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StreamedUpdate:
@@ -90,41 +139,42 @@ class StreamedUpdate:
     programs: one for each group of parameters; those of equal shapes share one
     """
 
-    settings: "UpdateSettings"
+    one: OneStep
     state: TrainState
     passes: tuple[tuple[ParameterGroup, BlockGroup], ...]
     programs: dict[ParameterGroup, Wrapped]
 
     @property
     def layout(self) -> ParameterLayout:
-        return self.settings.layout
+        return self.one.layout
 
     def lower(self) -> dict[Wrapped, Lowered]:
         """The traced programs."""
-        values, counts = jax.tree.leaves(self.state.read), jax.tree.leaves(self.state.optimizer)
-        gradients = jax.tree.leaves(self.layout.scattered)
         everywhere = NamedSharding(self.layout.mesh, P())
         scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=everywhere)
-        settings = self.settings
-        guard = Guard(scalar(jnp.float32), scalar(jnp.bool_) if settings.skips else None)
+        counts = jax.tree.leaves(self.state.optimizer)
+        guard = Guard(scalar(jnp.float32), scalar(jnp.bool_) if self.one.skips else None)
+        squares = scalar(jnp.float32) if self.layout.masters else None
         lowered: dict[Wrapped, Lowered] = {}
         for group, blocks in self.passes:
             program = self.programs[group]
             if program in lowered:
                 continue
-            lowered[program] = program.lower(
-                [values[i] for i in group.indices],
-                [
-                    jax.ShapeDtypeStruct(values[i].shape, jnp.float32, sharding=gradients[i])
-                    for i in group.indices
-                ],
+            values = group.select(self.state.read)
+            gradients = [
+                jax.ShapeDtypeStruct(value.shape, jnp.float32, sharding=sharding)
+                for value, sharding in zip(values, group.select(self.layout.scattered), strict=True)
+            ]
+            inputs = UpdateInputs(
+                gradients,
                 [_layer_of(array) for array in blocks.arrays],
                 counts,
                 guard,
-                scalar(jnp.float32) if self.layout.masters else None,
-                settings.keys_of(group, 0),
+                squares,
+                group.random_keys(self.one, 0),
                 scalar(jnp.int32),
             )
+            lowered[program] = program.lower(values, inputs)
         return lowered
 
 
@@ -133,46 +183,53 @@ def _layer_of(array: DiskArray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.layer_shape, array.dtype, sharding=array.sharding)
 
 
-def streamed_update(
-    settings: "UpdateSettings", state: TrainState, jit: Callable[..., Wrapped]
-) -> StreamedUpdate:
+def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]) -> StreamedUpdate:
     """The update of a layout whose state is on disk; it gives the state its places in the file.
 
     state: abstract; jit: jax.jit with the step's compiler options
     """
-    layout = settings.layout
-    file = layout.disk
-    assert file
-    parts, masters = _state_by_parameter(state)
-    passes: list[tuple[ParameterGroup, BlockGroup]] = []
-    sizes = [[*moments, *master] for moments, master in zip(parts, masters, strict=True)]
-    for _, unit in itertools.groupby(_parameter_groups(layout, sizes), lambda group: group.unit):
-        in_unit = list(unit)
-        for layer in range(in_unit[0].layers):
-            for group in in_unit:
-                columns = zip(*(parts[i] for i in group.indices), strict=True)
-                arrays = [array for column in columns for array in column]
-                arrays += [array for i in group.indices for array in masters[i]]
-                passes.append((group, BlockGroup(file, arrays, layer)))
-    everywhere = NamedSharding(layout.mesh, P())
-    shardings = jax.tree.leaves(layout.shardings)
+    passes = tuple(_passes(one.layout, state))
+    everywhere = NamedSharding(one.layout.mesh, P())
     programs: dict[ParameterGroup, Wrapped] = {}
+    # Units of equal layers share a program: it knows neither its unit nor the layer's number, which
+    # is an argument. So a model has a few programs, however many layers it has.
     alike: dict[tuple, Wrapped] = {}
     for group, blocks in passes:
         if group in programs:
             continue
-        outs = (
-            [shardings[i] for i in group.indices],
+        shardings = UpdateResults(
+            group.select(one.layout.shardings),
             [array.sharding for array in blocks.arrays],
             everywhere,
             everywhere,
         )
-        key = (group.paths, group.specs, group.shapes, group.unit != "", str(outs))
+        key = (group.paths, group.specs, group.shapes, group.unit != "", str(shardings))
         if key not in alike:
-            update = functools.partial(_update, group, settings)
-            alike[key] = jit(update, donate_argnums=0, out_shardings=outs)
+            update = functools.partial(_update, group, one)
+            # The values are donated: the layer is replaced in place.
+            alike[key] = jit(update, donate_argnums=0, out_shardings=shardings)
         programs[group] = alike[key]
-    return StreamedUpdate(settings, state, tuple(passes), programs)
+    return StreamedUpdate(one, state, passes, programs)
+
+
+def _passes(
+    layout: ParameterLayout, state: TrainState
+) -> Iterator[tuple[ParameterGroup, BlockGroup]]:
+    """The groups of parameters with their blocks in the file, in the order of a pass over it: unit
+    by unit, layer by layer."""
+    file = layout.disk
+    assert file
+    moments, masters = _state_by_parameter(state)
+    arrays_of = [[*each, *master] for each, master in zip(moments, masters, strict=True)]
+    for _, unit in itertools.groupby(_parameter_groups(layout, arrays_of), lambda g: g.unit):
+        in_unit = list(unit)
+        # Layers outside, groups inside: what is read lies in one piece of the file, in its order.
+        for layer in range(in_unit[0].layers):
+            for group in in_unit:
+                columns = zip(*(moments[i] for i in group.indices), strict=True)
+                arrays = [array for column in columns for array in column]
+                arrays += [array for i in group.indices for array in masters[i]]
+                yield group, BlockGroup(file, arrays, layer)
 
 
 def _state_by_parameter(
@@ -223,101 +280,66 @@ def _parameter_groups(
             )
 
 
-class UpdateSettings(NamedTuple):
-    """What the updates of all groups share; arguments of `make_optimizer`, and skips: updates whose
-    gradients are not finite are not made.
-
-    keys: of all parameters
-    """
-
-    layout: ParameterLayout
-    optimizer: OptimizerConfig
-    steps: int
-    moments: str
-    keys: Sequence[np.ndarray]
-    skips: bool
-    balance_rate: float
-
-    def keys_of(self, group: ParameterGroup, layer: int) -> list[np.ndarray] | None:
-        """The random keys of a layer of a group; None if nothing is rounded at random."""
-        specs = group.specs
-        rounds = any(self.layout.dtype(s) != jnp.float32 for s in specs)
-        if not rounds and self.moments == "float32":
-            return None
-        keys = [self.keys[i] for i in group.indices]
-        return [key[:, layer : layer + 1] for key in keys] if group.unit else keys
-
-
 def _update(
-    group: ParameterGroup,
-    settings: UpdateSettings,
-    values: list[jax.Array],
-    with_counts: list[jax.Array],
-    parts: list[jax.Array],
-    counts: list[jax.Array],
-    guard: Guard,
-    squares: jax.Array | None,
-    keys: list[jax.Array] | None,
-    layer: jax.Array,
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], jax.Array | None]:
-    """Inside jit: what ops read of a group, of stacks with one layer updated; the new state of that
-    layer; the new counts; the squares with those of the layer's parameters.
-
-    with_counts: the gradients, as of runtime; parts: the layer's state, masters last; counts: of
-        updates, before the step; squares: sum over the parameters so far; None where parameters
-        are not masters
-    """
-    layout, specs_of, stacked = settings.layout, group.specs, group.unit != ""
+    group: ParameterGroup, one: OneStep, values: list[jax.Array], inputs: UpdateInputs
+) -> UpdateResults:
+    """Inside jit: a group after the update of one layer of its stacks, or of all of it outside of
+    stacks. values: of the group as ops read them, of all layers"""
+    layout, specs_of, stacked, layer = one.layout, group.specs, group.unit != "", inputs.layer
     cut = lambda a: lax.dynamic_slice_in_dim(a, layer, 1, 1) if stacked else a
-    of_group = lambda tree: [jax.tree.leaves(tree)[i] for i in group.indices]
-    scattered, shardings = of_group(layout.scattered), of_group(layout.shardings)
+    scattered, shardings = group.select(layout.scattered), group.select(layout.shardings)
+
+    # 1. The layer's parameters before the update: masters, or the values themselves. Each data
+    # shard updates its part, as without offload.
     has_master = [layout.has_master(s) for s in specs_of]
-    moments = len(parts) - sum(has_master)
-    masters = iter(parts[moments:])
+    number_of_moments = len(inputs.state) - sum(has_master)
+    moments, masters = inputs.state[:number_of_moments], iter(inputs.state[number_of_moments:])
     before = [
         next(masters) if master else lax.with_sharding_constraint(cut(value), sharding)
         for value, sharding, master in zip(values, scattered, has_master, strict=True)
     ]
+
+    # 2. The update of a tree of these parameters alone.
     specs, params = group.tree(specs_of), group.tree(before)
-    counted = group.tree([cut(gradient) for gradient in with_counts])
-    optimizer = make_optimizer(
-        settings.optimizer, settings.steps, specs, settings.moments, keys=_ordered(group, keys)
-    )
-    state = _joined(optimizer, params, group, parts[:moments], counts)
-    gradients = balance.without_counts(specs, counted)
+    with_counts = group.tree([cut(gradient) for gradient in inputs.gradients])
+    keys = None if inputs.keys is None else jax.tree.leaves(group.tree(inputs.keys))
+    optimizer = one.optimizer.of_part(specs, keys)
+    state = _joined(optimizer, params, group, moments, inputs.counts)
+    gradients = balance.without_counts(specs, with_counts)
+    guard = inputs.guard
     updated = optimizer.update(gradients, state, params, guard.finite, guard.norm)
-    rate = settings.balance_rate
-    moved = group.order(balance.move(specs, updated.values, counted, rate, guard.finite))
+    moved = balance.move(specs, updated.values, with_counts, one.balance_rate, guard.finite)
+    new_masters = group.order(moved)
+
+    # 3. Back into the stacks that ops read, and to the disk.
     results = []
-    for value, new, storage, read in zip(values, moved, scattered, shardings, strict=True):
+    for value, new, storage, read in zip(values, new_masters, scattered, shardings, strict=True):
         read_values = gathered(new, value.dtype, storage, read)
-        results.append(
-            lax.dynamic_update_slice_in_dim(value, read_values, layer, 1)
-            if stacked
-            else read_values
-        )
-    new_parts, new_counts = _separated(updated.state, params, group)
-    new_parts += [new for new, master in zip(moved, has_master, strict=True) if master]
+        if stacked:
+            read_values = lax.dynamic_update_slice_in_dim(value, read_values, layer, 1)
+        results.append(read_values)
+    new_state, counts = _separated(updated.state, params, group)
+    new_state += [new for new, master in zip(new_masters, has_master, strict=True) if master]
+    squares = inputs.squares
     if squares is not None:
-        squares += sum(jnp.square(new).sum() for new in moved)
-    return results, new_parts, new_counts, squares
-
-
-def _ordered(group: ParameterGroup, keys: list[Any] | None) -> list[Any] | None:
-    """Keys in the order of the leaves of the group's tree."""
-    return None if keys is None else jax.tree.leaves(group.tree(keys))
+        squares += sum(jnp.square(new).sum() for new in new_masters)
+    return UpdateResults(results, new_state, counts, squares)
 
 
 def _joined(
-    optimizer: Any, params: dict, group: ParameterGroup, parts: list[jax.Array], counts: list
+    optimizer: Optimizer,
+    params: dict,
+    group: ParameterGroup,
+    moments: list[jax.Array],
+    counts: list,
 ) -> Any:
     """The optimizer's state for a group's parameters."""
     tree: Any = jax.tree.structure(params)
-    outlines, follows, outline = parts_of(jax.eval_shape(optimizer.init, params), tree)
-    arrays, scalars = iter(parts), iter(counts)
-    return outline.unflatten(
-        group.tree([next(arrays) for _ in group.indices]) if is_tree else next(scalars)
-        for is_tree in follows
+    parts = parts_of(jax.eval_shape(optimizer.init, params), tree)
+    arrays, scalars = iter(moments), iter(counts)
+    return parts.outline.unflatten(
+        group.tree([next(arrays) for _ in group.indices]) if follows else next(scalars)
+        for follows in parts.follow
     )
 
 
@@ -325,15 +347,14 @@ def _separated(
     state: Any, params: dict, group: ParameterGroup
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The inverse of `_joined`."""
-    parts, follows, _ = parts_of(state, jax.tree.structure(params))
-    arrays = [
-        array
-        for part, is_tree in zip(parts, follows, strict=True)
-        if is_tree
-        for array in group.order(part)
-    ]
-    counts = [part for part, is_tree in zip(parts, follows, strict=True) if not is_tree]
+    parts = parts_of(state, jax.tree.structure(params))
+    pairs = list(zip(parts.parts, parts.follow, strict=True))
+    arrays = [array for part, follows in pairs if follows for array in group.order(part)]
+    counts = [part for part, follows in pairs if not follows]
     return arrays, counts
+
+
+# --- compiled -------------------------------------------------------------------------------------
 
 
 class CompiledUpdate:
@@ -362,24 +383,30 @@ class CompiledUpdate:
         outline: Any
         values = jax.tree.leaves(state.read)
         counts, outline = jax.tree.flatten(state.optimizer)
+        one, masters = self._update.one, self._update.layout.masters
         squares: Any
-        new_counts, squares = counts, np.float32(0) if self._update.layout.masters else None
-        settings = self._update.settings
-        passes = enumerate(zip(self._update.passes, self._stream.groups(), strict=True))
-        for number, ((group, blocks), (_, buffer)) in passes:
-            results, parts, new_counts, squares = self._programs[group](
+        new_counts, squares = counts, np.float32(0) if masters else None
+        # Strict, so that the stream is asked once more after its last group: only then does it
+        # begin to read the first groups of the next step (StateStream.one_pass).
+        passes = zip(self._update.passes, self._stream.one_pass(), strict=True)
+        for number, ((group, blocks), (_, buffer)) in enumerate(passes):
+            # Without a name for the inputs, which would keep their arrays during the next update.
+            results = self._programs[group](
                 [values[i] for i in group.indices],
-                [gradients[i] for i in group.indices],
-                blocks.on_devices(buffer),
-                counts,
-                guard,
-                squares,
-                settings.keys_of(group, blocks.layer),
-                np.int32(blocks.layer),
+                UpdateInputs(
+                    [gradients[i] for i in group.indices],
+                    blocks.on_devices(buffer),
+                    counts,  # as before the step in all updates: each counts on by one
+                    guard,
+                    squares,
+                    group.random_keys(one, blocks.layer),
+                    np.int32(blocks.layer),
+                ),
             )
-            self._stream.write(blocks, parts, buffer)
-            for i, result in zip(group.indices, results, strict=True):
-                values[i] = result
+            new_counts, squares = results.counts, results.squares
+            self._stream.write(blocks, results.state, buffer)
+            for i, value in zip(group.indices, results.values, strict=True):
+                values[i] = value
                 if self._last[group] == number:
                     gradients[i] = None  # type: ignore[call-overload]
         return self._replaced(state, values, outline.unflatten(new_counts)), squares
@@ -395,3 +422,70 @@ class CompiledUpdate:
             working = tree.unflatten(value if disk else None for _, value, disk in pairs)
         params = tree.unflatten(held if disk else value for held, value, disk in pairs)
         return dataclasses.replace(state, params=params, optimizer=optimizer, working=working)
+
+
+# --- the step -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StreamedStep:
+    """The rest of a step whose program ends with the gradients, jitted and not yet compiled.
+
+    finish: the updated state → (number of steps, StepMetrics)
+    """
+
+    update: StreamedUpdate
+    finish: Wrapped
+
+    def lower(self) -> Callable[[Compiled], "CompiledStreamedStep"]:
+        """Traces the programs. The function compiles them, and joins them to the compiled program
+        of the gradients."""
+        layout = self.update.layout
+        everywhere = NamedSharding(layout.mesh, P())
+        squares = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+        updates = self.update.lower()
+        finish = self.finish.lower(self.update.state, squares if layout.masters else None)
+
+        def compile_all(gradients: Compiled) -> CompiledStreamedStep:
+            compiled = {
+                program: cluster.compile_everywhere(f"update {number}", lowered)
+                for number, (program, lowered) in enumerate(updates.items())
+            }
+            update = CompiledUpdate(self.update, compiled)
+            end = cluster.compile_everywhere("end of a step", finish)
+            return CompiledStreamedStep(gradients, update, end)
+
+        return compile_all
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledStreamedStep:
+    """The compiled programs of a step whose update is streamed."""
+
+    gradients: Compiled
+    update: CompiledUpdate
+    finish: Compiled
+
+    def __call__(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
+        """Returns when the last layer's update is dispatched; donates the state's parameters.
+        Raises StateFileError."""
+        gradients, guard, metrics = self.gradients(state, batch)
+        # The update drops the leaves one by one, so that each is freed when its parameter is
+        # updated. The tree would keep all of them.
+        leaves = jax.tree.leaves(gradients)
+        del gradients
+        state, squares = self.update(state, leaves, guard)
+        step, others = self.finish(state, squares)
+        return dataclasses.replace(state, step=step), metrics | others
+
+
+def streamed_step(
+    one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
+) -> tuple[Wrapped, StreamedStep]:
+    """`Step.train`, which ends with the gradients, and `Step.streamed`, where the optimizer's state
+    is on disk. Arguments as of `streamed_update`."""
+    scattered, everywhere = one.layout.scattered, NamedSharding(one.layout.mesh, P())
+    # Nothing is donated: the updates read the parameters, and the gradients are new arrays.
+    gradients = jit(one.gradients, out_shardings=(scattered, everywhere, everywhere))
+    finish = jit(one.finish, out_shardings=everywhere)
+    return gradients, StreamedStep(streamed_update(one, state, jit), finish)

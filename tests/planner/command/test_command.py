@@ -4,10 +4,9 @@ import json
 import math
 import re
 import shlex
-import sys
 
 import pytest
-from support import ROOT
+from by_hand.fuzz_configs import suggested
 
 from jaxtrain.config import Config, replace, to_dict
 from jaxtrain.config.errors import UsageError
@@ -18,10 +17,6 @@ from jaxtrain.planner.command.main import main
 from jaxtrain.planner.layer.hardware import known, load
 from jaxtrain.planner.search import layout_flag, layout_search, predict
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
-
-sys.path.append(str(ROOT / "scripts"))
-
-from fuzz_configs import suggested
 
 KEYS = (
     "step_time_s model_tflops_per_device hardware_tflops_per_device mfu hfu attention_flops "

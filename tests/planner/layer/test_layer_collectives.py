@@ -8,7 +8,7 @@ from benchmarks.model_forms import llama
 from jaxtrain.config import PrecisionConfig
 from jaxtrain.config.saved_values import PRODUCTS
 from jaxtrain.planner.layer.collective_time import StepCollectives
-from jaxtrain.planner.layer.layer import INPUTS, OUTPUTS, Array, Layer, Product
+from jaxtrain.planner.layer.layer import INPUTS, OUTPUTS, Layer, ParameterShape, Product
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import GATHER, SCATTER, SUM
 from jaxtrain.planner.layer.model import Model
@@ -23,10 +23,10 @@ SELECTIVE = {"remat": "selective", "stage": 2}
 NAMED = {**SELECTIVE, "save": PRODUCTS}  # as by default, but for products without a name
 
 
-def array(name: str, *shape: int, split: bool = False) -> Array:
+def array(name: str, *shape: int, split: bool = False) -> ParameterShape:
     """A parameter, whose last dimension `model` may split."""
     axes = (*[""] * (len(shape) - 1), "model" * split)
-    return Array(name, shape, axes, len(shape) > 1, len(shape) > 1)
+    return ParameterShape(name, shape, axes, len(shape) > 1, len(shape) > 1)
 
 
 def sent(

@@ -118,7 +118,7 @@ def test_a_random_layer(seed):
 
 @pytest.mark.parametrize("recipe", ["tiny", "mixtral_8x7b", "deepseek_v3"])
 def test_a_recipe_s_layer(recipe):
-    config = load_recipe(find_recipe(recipe)).resolve()
+    config = load_recipe(find_recipe(recipe)).fill()
     m = config.model
     layer = model_of(m, config.data.sequence_length).layer()
     attention = [p for p in layer.products if not p.of_mlp]
@@ -300,6 +300,6 @@ def test_a_name_saves_the_products_that_it_is_a_sum_of(monkeypatch):
 
 
 def test_the_same_config_is_traced_once():
-    config = load_recipe(find_recipe("tiny")).resolve()
+    config = load_recipe(find_recipe("tiny")).fill()
     assert model_of(config.model, 16) is model_of(config.model, 16)
     assert isinstance(model_of(config.model, 16), Model)

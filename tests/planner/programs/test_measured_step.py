@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from support import hardware_file
 
 from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig, replace
-from jaxtrain.parallel.attention.causal import attend_causal
+from jaxtrain.parallel.attention.causal import AttentionSettings, attend_causal
 from jaxtrain.planner.programs.measured_step import (
     LEAST,
     STEPS_MEASURED,
@@ -28,7 +28,7 @@ from jaxtrain.planner.programs.measured_step import (
 from jaxtrain.planner.programs.trace import TraceError, TraceEvent, read
 from jaxtrain.planner.search.compare import plan_at_hand
 from jaxtrain.run.files import PLANNED
-from jaxtrain.run.wall_clock import Part, WallClock
+from jaxtrain.run.wall_clock import Phase, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 
 MESH = {"replica": 1, "data": 2, "stage": 2, "context": 1, "expert": 1, "model": 2}
@@ -225,7 +225,7 @@ def test_a_real_trace(tmp_path):
 
     def loss(w, x):
         q = (x @ w).reshape(*x.shape[:2], 4, 16)
-        return (attend_causal(q, q, q, None, "all_gather", "xla") ** 2).sum()
+        return (attend_causal(q, q, q, None, AttentionSettings(kernel="xla")) ** 2).sum()
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     def train(w, x):
@@ -241,7 +241,7 @@ def test_a_real_trace(tmp_path):
 
     compiled = train.lower(w, x).compile()
     profile = Profile(tmp_path, 0, 2, clock := WallClock())
-    clock.enter(Part.STEPPING)
+    clock.enter(Phase.STEPPING)
     for at in range(WARM_UP + 3):
         profile.before(at)
         w = compiled(w, x)
@@ -277,7 +277,7 @@ class Run:
     ):
         self.now, self.lines = 0.0, []
         self.clock = WallClock(0.0, lambda: self.now)
-        self.clock.enter(Part.STEPPING)
+        self.clock.enter(Phase.STEPPING)
         self.profile = Profile(folder / "profile", start, profile_steps, self.clock)
         config = replace(
             CONFIG, {"train.hardware": str(hardware_file.write(folder)) if known else ""}
@@ -301,7 +301,7 @@ def test_the_median_of_steps_after_warm_up(tmp_path):
     run = Run(tmp_path, start=6)
     run.steps(WARM_UP, SLOW)
     run.steps(STEPS_MEASURED // 2)
-    with run.clock.part(Part.SAVING):
+    with run.clock.phase(Phase.SAVING):
         run.now += SLOW
     run.steps(1, SLOW)
     run.steps(STEPS_MEASURED - STEPS_MEASURED // 2 - 1)

@@ -52,7 +52,7 @@ def test_the_same_step_as_plan_has(config, by_file, tmp_path, capsys):
         (tmp_path / "mine.json").write_text(
             json.dumps(dataclasses.asdict(load("a100-80gb")) | {"name": "mine"})
         )
-        config = configs.replace(config, {"train.hardware": name})
+        config = configs.replace(config, {"train.hardware": name}).resolve()
     at_hand = plan_at_hand(config, kind)
     layout = layout_flag.text_of(layout_flag.of(config))
     assert (
@@ -73,7 +73,7 @@ def test_the_same_step_as_plan_has(config, by_file, tmp_path, capsys):
 
 def test_no_plan_is_a_line_at_most(config):
     at_hand = lambda kind, **changes: plan_at_hand(
-        configs.replace(config, {f"train.{k}": v for k, v in changes.items()}), kind
+        configs.replace(config, {f"train.{k}": v for k, v in changes.items()}).resolve(), kind
     )
     assert at_hand("cpu").lines() == [] and at_hand("cpu").as_dict() is None
     (unknown,) = at_hand("NVIDIA GeForce RTX 2080").lines()
@@ -85,12 +85,12 @@ def test_a_type_without_a_peak(config, tmp_path):
     values = dataclasses.asdict(load("h100")) | {"peak_tflops": {"bfloat16": 900.0}}
     (tmp_path / "half.json").write_text(json.dumps(values))
     changes = {"train.hardware": str(tmp_path / "half.json"), "precision.compute": "float32"}
-    (line,) = plan_at_hand(configs.replace(config, changes), "cpu").lines()
+    (line,) = plan_at_hand(configs.replace(config, changes).resolve(), "cpu").lines()
     assert line == "planned step: h100 has no peak for precision.compute=float32"
 
 
 def test_a_plan_that_does_not_fit(config):
-    one = configs.replace(config, {"mesh.data": 1, "mesh.stage": 1, "mesh.model": 1})
+    one = configs.replace(config, {"mesh.data": 1, "mesh.stage": 1, "mesh.model": 1}).resolve()
     at_hand = plan_at_hand(one, "NVIDIA H100")
     assert not at_hand.prediction.fits and at_hand.lines()[0].endswith(
         " GiB a device, and 74.4 are there"
@@ -102,13 +102,13 @@ def test_the_largest_miss():
     """Bubble, messages and idle time are one part; a part that is only planned, or only measured,
     is a miss, too."""
     step = measured(matmuls=1.0, memory=0.2, stage=0.1, waiting=0.4, data=0.28, other=0.12)
-    misses = {miss.part: (miss.planned_s, miss.measured_s) for miss in step.misses()}
+    misses = {miss.part: (miss.planned_s, miss.measured_s) for miss in step.parts_compared()}
     assert (
         misses["waiting"] == pytest.approx((0.15, 0.5))
         and misses["other"] == (0.0, 0.12)
         and misses["model"] == (0.2, 0.0)
     )
-    assert [miss.part for miss in step.misses()][:3] == ["waiting", "model", "other"]
+    assert [miss.part for miss in step.parts_compared()][:3] == ["waiting", "model", "other"]
     planned, parts, largest = step.lines()
     assert planned == "planned step 1.75 s (h100), measured 2.1 s (1.20 x)"
     assert "matmuls 0.9 → 1" in parts and "traced steps of 2.1 s" in parts
@@ -118,7 +118,7 @@ def test_the_largest_miss():
 def test_communication_without_axes():
     misses = {
         miss.part: (miss.planned_s, miss.measured_s)
-        for miss in measured(matmuls=0.5, communication=0.7).misses()
+        for miss in measured(matmuls=0.5, communication=0.7).parts_compared()
     }
     assert (
         misses["communication"] == pytest.approx((0.5, 0.7))

@@ -223,7 +223,7 @@ def test_changes_are_what_train_takes(layout):
     saves = [change for change in changes if "pipeline.save" in change.settings]
     assert len(saves) == ("mesh.stage" in layout)
     for change in changes:
-        changed = configs.checks.check_devices(
+        changed = checks.check_devices(
             configs.replace(config, change.settings), 64, "gpu"
         ).resolve()
         other = predict(changed, H100)

@@ -110,7 +110,7 @@ def test_other_frameworks_count_as_their_papers_do():
 def test_operations_are_those_of_the_model_s_matrices(recipe):
     """Counted from the specifications of its parameters: of experts those that a token chooses; the
     head once for each token predicted."""
-    config = load_recipe(find_recipe(recipe)).resolve()
+    config = load_recipe(find_recipe(recipe)).fill()
     model, sizes = config.model, model_of(config)
     parts = transformer.build(model)
     part = lambda spec: model.experts_per_token / model.experts if "experts" in spec.axes else 1

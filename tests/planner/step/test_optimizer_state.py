@@ -1,7 +1,6 @@
 """The optimizer's state on a device, as the planner counts it, is that of the arrays that training
 allocates, for every optimizer and every stage of ZeRO."""
 
-import dataclasses
 import functools
 
 import jax
@@ -23,7 +22,7 @@ from jaxtrain.planner.step.memory import SlotCounts, memory
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.training.state import abstract_state, bytes_per_device
 from jaxtrain.training.step import make_layout, make_step
-from jaxtrain.training.update.optimizer import make_optimizer
+from jaxtrain.training.update.optimizer import Optimizer
 
 LAYOUTS = {
     "data 8": {"data": 8},
@@ -121,9 +120,8 @@ def test_state_of_a_device(case, turn):
     for name, sizes, zero in layouts(model, turn + [*SAMPLE, *OTHERS].index(case), ZERO):
         config, (setup, slots) = config_of(model, sizes, optimizer, zero), tables(model, name)
         mesh = AbstractMesh(sizes_of(config.mesh), AXES)
-        layout = make_layout(setup, mesh, config.model, config.parallel, config.precision, 8, False)
-        layout = dataclasses.replace(layout, optimizer=config.optimizer)
-        made = make_optimizer(config.optimizer, config.train.steps, layout.specs)
+        layout = make_layout(config, mesh, setup)
+        made = Optimizer(config.optimizer, config.train.steps, layout.specs)
         allocated = bytes_per_device(abstract_state(layout, made).optimizer)
         planned = step_model_of(config, load("h100"))
         parts = memory(planned, config.model.loss_chunk, slots).parts
@@ -154,8 +152,8 @@ def test_16_bit_state_of_a_device(model, form, turn):
         config, (setup, slots) = config_of(model, sizes, "adamw", zero), tables(model, name)
         config = configs.replace(config, FORMS[form] | {"precision.compute": "bfloat16"})
         mesh = AbstractMesh(sizes_of(config.mesh), AXES)
-        layout = make_layout(setup, mesh, config.model, config.parallel, config.precision, 8, False)
-        made = make_optimizer(
+        layout = make_layout(config, mesh, setup)
+        made = Optimizer(
             config.optimizer, config.train.steps, layout.specs, config.precision.moments
         )
         state = abstract_state(layout, made)

@@ -91,10 +91,12 @@ def test_one_kernel_of_all_experts_rounds_nothing_twice():
 def test_stages_with_dense_layers_or_the_head_have_fewer_other_layers():
     """Layouts of Megatron's recipes are balanced by hand, as ours are."""
     model = dataclasses.replace(QWEN, layers=46, dense_layers=2, mtp_depth=1)
-    sizes = step("megatron_core", model, stage=4).balanced.sizes
+    sizes = step("megatron_core", model, stage=4).uneven_placement.sizes
     assert sum(sizes) == 46 and sizes[0] < max(sizes) > sizes[-1]
-    assert step("megatron_core", model).balanced is None  # one stage
-    assert step("megatron_core", QWEN, stage=4).balanced is None  # nothing but layers and a head
+    assert step("megatron_core", model).uneven_placement is None  # one stage
+    assert (
+        step("megatron_core", QWEN, stage=4).uneven_placement is None
+    )  # nothing but layers and a head
 
 
 def test_memory_of_experts_in_a_format_that_our_products_do_not_take():

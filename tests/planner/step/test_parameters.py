@@ -84,5 +84,5 @@ def test_products_of_attentions_backward(hardware, backward, products):
     """Splash's two kernels compute the scores and their gradients twice; other kernels do not."""
     config = configs.replace(
         load_recipe(find_recipe("llama3_8b")), {"model.attention_backward": backward}
-    ).resolve()
+    ).fill()
     assert 2 * settings_of(config, load(hardware)).attention_backward == products

@@ -21,7 +21,7 @@ from jaxtrain.planner.programs.compile_check import step_loops
 from jaxtrain.planner.programs.compiled_collectives import FEW
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts
-from jaxtrain.planner.step.step_counts import Entry
+from jaxtrain.planner.step.step_counts import CollectiveCount
 from jaxtrain.training.step import make_step
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -454,7 +454,7 @@ def test_bytes_of_the_ring_algorithms():
         sent(kind, 800, 8) for kind in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
     ] == [700, 700, 700, 1400]
     assert sent("collective-permute", 800, 8) == 800
-    assert Entry("F", "all-gather", ("data",), 8, 3, 800).bytes == 2100
+    assert CollectiveCount("F", "all-gather", ("data",), 8, 3, 800).bytes == 2100
 
 
 @pytest.mark.parametrize("outer", ["float32", "int8"])

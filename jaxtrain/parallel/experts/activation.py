@@ -1,0 +1,107 @@
+"""The activation of experts' MLPs and the weights of choices: elementwise work on rows, with
+gradients.
+
+A row is multiplied with its choice's weight before the last product of its MLP and not after, since
+the hidden layer is there in both passes, and the weight's gradient needs no sum over `model` of the
+results. Where a device has memory for many more rows than it mostly gets, such work leaves out
+empty ones (filled_rows.py).
+
+Shape suffixes: M parts over model, R rows of a device's experts, F columns of an expert.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.sizes import exceeds_mean
+from jaxtrain.devices.mesh import MODEL, over_model, psum
+from jaxtrain.parallel.experts.filled_rows import on_rows
+from jaxtrain.parallel.experts.placement import PART, REPLICATED
+
+
+def activated(
+    fn: Callable,
+    inputs: Sequence[jax.Array],
+    gates: jax.Array,
+    sizes: jax.Array | None,
+    mean_rows: int,
+) -> jax.Array:
+    """fn(*inputs), an elementwise function of rows [M, R, F], times the weight of each row.
+
+    sizes: rows of each expert; None if all have the same number
+    mean_rows: the mean number of rows of all experts; with sizes and memory for more, empty rows
+        are left out and hold anything
+    """
+    if sizes is None or not exceeds_mean(inputs[0].shape[1], mean_rows):
+        return weigh(fn(*inputs), gates)
+    return _activated(fn, mean_rows, tuple(inputs), gates, sizes)
+
+
+# A custom_vjp: jax's own gradient would sum the weights' gradients in the rows' type, and let the
+# partitioner reduce them over `model` wherever it likes.
+@jax.custom_vjp
+def weigh(rows: jax.Array, gates: jax.Array) -> jax.Array:
+    """Rows [M, …, F] times the weight of each, […]; the gradient of the weights is summed over
+    M."""
+    return _weigh(rows, gates)[0]
+
+
+def _weigh(rows, gates):
+    weights = gates[None, ..., None].astype(rows.dtype)
+    return rows * weights, (rows, weights)
+
+
+def _weigh_backward(residuals, g):
+    rows, weights = residuals
+
+    def by_gates(r, g):
+        # in float32: a sum over all columns, and the router's gradient
+        part = (r[0].astype(jnp.float32) * g[0].astype(jnp.float32)).sum(-1)
+        return psum(part, (MODEL,)) if rows.shape[0] > 1 else part
+
+    return g * weights, over_model(by_gates, (PART, PART), REPLICATED)(rows, g)
+
+
+weigh.defvjp(_weigh, _weigh_backward)
+
+
+# The loop over filled rows has a number of trips that is known only when it runs, which jax does
+# not differentiate in reverse. The backward is such a loop over the gradients.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activated(
+    fn: Callable, mean_rows: int, inputs: tuple, gates: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    weighed = lambda gates, *x: fn(*x) * gates[:, None].astype(x[0].dtype)
+    run = lambda inputs, gates, sizes: on_rows(
+        weighed, mean_rows, sizes.sum(), gates, *(x[0] for x in inputs)
+    )[None]
+    specs = ((PART,) * len(inputs), REPLICATED, REPLICATED)
+    return over_model(run, specs, PART)(inputs, gates, sizes)
+
+
+def _activated_backward(fn, mean_rows, residuals, g):
+    def gradients(gates, g, *x):
+        # fn is computed once more: cheaper than its result in memory until the backward
+        y, backward = jax.vjp(fn, *x)
+        by_gates = (y.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
+        return by_gates, *backward(g * gates[:, None].astype(g.dtype))
+
+    def run(inputs, gates, sizes, g):
+        rows = gates, g[0], *(x[0] for x in inputs)
+        by_gates, *by_inputs = on_rows(gradients, mean_rows, sizes.sum(), *rows)
+        if model_parts > 1:
+            by_gates = psum(by_gates, (MODEL,))
+        return tuple(x[None] for x in by_inputs), by_gates
+
+    model_parts = residuals[0][0].shape[0]
+    parts = (PART,) * len(residuals[0])
+    specs = (parts, REPLICATED, REPLICATED, PART)
+    return *over_model(run, specs, (parts, REPLICATED))(*residuals, g), None
+
+
+_activated.defvjp(
+    lambda fn, mean_rows, *inputs: (_activated(fn, mean_rows, *inputs), inputs),
+    _activated_backward,
+)

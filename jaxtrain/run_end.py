@@ -1,0 +1,77 @@
+"""The end of a run that has all its steps: the picture of its losses, the last validation loss next
+to the corpus's entropy, a sample, and the commands that one may want next."""
+
+import pathlib
+
+import jax
+from etils import epath
+
+from jaxtrain.checkpoint.restoring import load_parameters
+from jaxtrain.config import ResolvedConfig
+from jaxtrain.data.tokens import Corpus, bigram_entropy
+from jaxtrain.devices import cluster
+from jaxtrain.generation.sampling import Sampler, Sampling
+from jaxtrain.generation.text import sample_text
+from jaxtrain.run.files import warned
+from jaxtrain.run.metrics import METRICS, plot_losses
+from jaxtrain.run.next_commands import next_commands
+
+SAMPLE_TEMPERATURE = 0.8
+
+
+def draw_losses(folder: pathlib.Path) -> None:
+    """Draws loss.png, in process 0."""
+    if cluster.is_main():
+        with warned(folder / "loss.png", cluster.log):
+            plot_losses(folder)
+
+
+def log_results(
+    config: ResolvedConfig, corpus: Corpus, checkpoints: epath.Path, validation_loss: float | None
+) -> None:
+    """Logs, in process 0, the last validation loss next to the corpus's entropy, and a sample of
+    the last checkpoint's model"""
+    if not cluster.is_main():
+        return
+    if validation_loss is not None:
+        entropy = bigram_entropy(corpus)
+        line = METRICS["validation_loss"].line(validation_loss)
+        if entropy is not None:
+            line += f"; a table of which byte follows which would have {entropy:.4f}"
+        cluster.log(line)
+    if config.train.sample_tokens:
+        _log_sample(config, corpus, checkpoints)
+
+
+def _log_sample(config: ResolvedConfig, corpus: Corpus, checkpoints: epath.Path) -> None:
+    train = config.train
+    # From the checkpoint, not from the devices: process 0 samples alone, on one device, and holds
+    # only its shards of the state.
+    layout, params = load_parameters(
+        checkpoints,
+        train.steps,
+        config.model,
+        config.precision,
+        independent_replicas=train.diloco_inner_steps > 0,
+    )
+    sampler = Sampler(layout.parts, params, jax.numpy.dtype(config.precision.compute))
+    sampling = Sampling(SAMPLE_TEMPERATURE, seed=train.seed)
+    text = sample_text(
+        sampler, corpus.tokenizer, train.sample_prompt, train.sample_tokens, sampling
+    )
+    cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
+
+
+def what_next(config: ResolvedConfig, folder: pathlib.Path, corpus: Corpus) -> list[str]:
+    """The last lines of a run that has all its steps: its files, and the next commands."""
+    train, model = config.train, config.model
+    # The sample's prompt was encoded; an empty one is an end of document, which ids may not have.
+    empty = "0" if corpus.tokenizer.end_of_document is None else ""
+    generate: dict[str, object] = {"prompt": train.sample_prompt if train.sample_tokens else empty}
+    if model.positions == "learned":
+        free = model.max_positions - 1 - len(str(generate["prompt"]).encode())
+        generate["tokens"] = max(1, min(100, free))
+    train_on: dict[str, object] = {"config.train.steps": 2 * train.steps}
+    if jax.process_count() == 1 and jax.default_backend() == "cpu":
+        train_on["cpu_devices"] = jax.device_count()
+    return next_commands(str(folder), generate, train_on, jax.process_count())

@@ -1,0 +1,72 @@
+"""The programs of a step, compiled.
+
+`start_compiling` traces on the calling thread, which has the mesh, and compiles on another one, so
+that the run reads data and restores its state meanwhile. All processes compile at the same time and
+wait for each other without their devices (devices/cluster.py).
+"""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable
+
+from jax.stages import Compiled
+
+from jaxtrain.devices import cluster
+from jaxtrain.training.one_step import StepMetrics
+from jaxtrain.training.several_steps import CompiledSteps
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled programs of a step.
+
+    train:    all of it, or its gradients if the update is streamed; of several steps if a program
+              has several
+    take:     (TrainState, batch) → (TrainState, StepMetrics); the state may not be used afterwards
+    exchange: None if replicas are not independent
+    several:  None if a program has one step
+    """
+
+    train: Compiled
+    take: Callable[[TrainState, dict], tuple[TrainState, StepMetrics]]
+    exchange: Compiled | None
+    several: CompiledSteps | None = None
+
+
+def start_compiling(
+    step: Step, executor: concurrent.futures.Executor
+) -> concurrent.futures.Future[Programs]:
+    """Traces the programs of a step; the future has them compiled."""
+    train = step.lower()
+    exchange = step.exchange.lower(step.abstract_state()) if step.exchange else None
+    compile_streamed = step.streamed.lower() if step.streamed else None
+
+    def compile_all() -> Programs:
+        compiled = cluster.compile_everywhere("step", train)
+        several = CompiledSteps(compiled, step.steps_per_program) if step.several else None
+        take = compile_streamed(compiled) if compile_streamed else compiled
+        return Programs(
+            compiled,
+            several.take if several else take,
+            cluster.compile_everywhere("exchange", exchange) if exchange else None,
+            several,
+        )
+
+    return executor.submit(compile_all)
+
+
+def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
+    """Bytes of a compiled program in one device's memory, {"arguments", "temporary", "results",
+    "total"}; None if the platform does not report them. Results are those that reuse no
+    argument's memory."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    parts = {
+        "arguments": memory.argument_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    }
+    return parts | {"total": sum(parts.values())}
