@@ -220,12 +220,11 @@ def generate(
         generate_command.start_jax(flags)
         model = generate_command.load(flags)
 
+        from jaxtrain.generation.sampling import Sampling
         from jaxtrain.generation.text import sample_text
 
-        sampler = model.sampler
-        chances = (seed, temperature, top_k, top_p)
-        parts, params, dtype = sampler.parts, sampler.params, sampler.dtype
-        return sample_text(parts, params, model.tokenizer, prompt, tokens, *chances, dtype=dtype)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        return sample_text(model.sampler, model.tokenizer, prompt, tokens, sampling)
 
 
 def plan(

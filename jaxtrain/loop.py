@@ -43,7 +43,7 @@ from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import Phase, WallClock
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.run_end import draw_losses, log_results, what_next
-from jaxtrain.run_state import make_state, open_weights, prepared_state, state_on_disk
+from jaxtrain.run_state import make_state, open_weights, state_on_disk
 from jaxtrain.start_lines import beginning, introduction, when_compiled
 from jaxtrain.training import stored_op_times
 from jaxtrain.training.compiled_step import Programs, start_compiling
@@ -120,8 +120,11 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
 
             # --- batches ---
             clock.enter(Phase.DATA)
-            # A damaged published model ends the run here: nothing is compiled or written yet.
-            imported = begin() if weights and not resumes else None
+            initial: concurrent.futures.Future[TrainState] | None = None
+            if weights and not resumes:
+                # Now, because a damaged model ends the run before anything is compiled or written.
+                initial = concurrent.futures.Future()
+                initial.set_result(begin())
             batches, held_out = map(closing.enter_context, _loaders(config, step, corpus, folder))
             goodput = lasting.enter_context(_timed(folder, clock, candidates.expected))
             signals.before_end(goodput.discard)
@@ -131,16 +134,16 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
             compiling = start_compiling(step, executor)
             clock.enter(Phase.COMPILING)
-            # Not before: one thread traces at a time, and the step takes longest to compile.
-            initial = None if imported or resumes else executor.submit(begin)
+            if not (initial or resumes):
+                # Not before: one thread traces at a time, and the step takes longest to compile.
+                initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, executor)
             validates = config.train.eval_every and held_out.batches
             others = [evaluation.start_compiling()] if validates else []
             cluster.log(*introduction(config, step), corpus.describe())
             programs = when_compiled(step, clock, compiling, others)
             cluster.log(*batches.remarks(), *held_out.remarks())
-            new_state = functools.partial(prepared_state, begin, imported, initial)
-            state, start = candidates.restore(new_state)
+            state, start = candidates.restore(initial)
             _write_settings(config, prepared.requested.pipeline, folder, weights)
 
             # --- loop ---
@@ -149,8 +152,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             context = RunContext(config, folder, clock, goodput, signals, watchdog)
             ready = ReadyStep(step, programs, batches, evaluation)
             trainer = Trainer(context, ready, candidates, start, state)
-            # the trainer's alone: its memory can be freed there
-            del imported, initial, new_state, state
+            del initial, state  # the trainer's alone: it frees the memory where it goes back
             closing.callback(trainer.close)
             closing.enter_context(signals.deferred())  # a signal asks the loop to stop from now on
             trainer.train()
@@ -293,9 +295,11 @@ class Trainer:
             with self.clock.phase(Phase.OTHER):
                 comparison = self.copies.compare(self.state)
         answer = self.requests.ask() if self.intervals.synchronizes(self.at) else no_request
-        first = self.feed.position - count
+        first_batch = self.feed.position - count
         steps = [
-            Pending(begin + 1 + i, first + i, metrics, no_request, None, i if several else None)
+            Pending(
+                begin + 1 + i, first_batch + i, metrics, no_request, None, i if several else None
+            )
             for i in range(count)
         ]
         steps[-1] = dataclasses.replace(steps[-1], answer=answer, comparison=comparison)
@@ -433,12 +437,12 @@ def _timed(folder: pathlib.Path, clock: WallClock, start: StartPoint) -> Iterato
 
 def _write_settings(
     config: ResolvedConfig,
-    given: PipelineConfig,
+    requested: PipelineConfig,
     folder: pathlib.Path,
     weights: PublishedWeights | None,
 ) -> None:
     """Writes, in process 0, config.json, the small files of a published model, and op_times.json
-    for op times that were not `given` by the user."""
+    for op times that were not `requested` by the user."""
     if not cluster.is_main():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -447,7 +451,7 @@ def _write_settings(
     if weights:
         with warned(folder / source_files.SOURCE, cluster.log):
             weights.keep(folder)
-    if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
+    if stored_op_times.worth_storing(config.mesh, config.pipeline, requested):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):
             stored_op_times.store(

@@ -92,6 +92,8 @@ def check_together(config: Config, workdir: str) -> None:
         if directory
         else f"the checkpoints of --workdir={workdir!r}": checkpoints,
     }
+    # Process 0 writes a file with a random name into each shared folder, and the others look for
+    # it: that is the only proof that two paths on two hosts mean one folder.
     with contextlib.ExitStack() as until_all_have_looked:
 
         def of_main() -> list[str]:
@@ -133,6 +135,7 @@ def _of_main(
     }
     if problem := _of_workdir(workdir) or _inside(workdir, inside):
         return problem
+    # The folder itself first: an error about a file in it would be about the wrong place.
     inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}
     if records.tensorboard:
         inside[metrics.TENSORBOARD_FOLDER] = files.try_folder(
@@ -175,6 +178,8 @@ def _of_checkpoints(directory: str, workdir: str) -> PlaceError | None:
             if unwritable
             else None
         )
+    # A store is tried by a save, with all the rights that one needs: a listing alone may be allowed
+    # where writing is not.
     try:
         manifest.try_step(stores.folder(directory) / f"{files.TRIAL_NAME}.{secrets.token_hex(8)}")
     except stores.AddressError as error:
@@ -245,6 +250,7 @@ def _left_as_it_was(workdir: str) -> contextlib.AbstractContextManager:
 def _marked(folder: epath.Path, mark: str) -> Iterator[None]:
     """A context in which a file of this name is in a folder, which can be written and is made if
     need be."""
+    # A store has no folders that could be left behind, only the file.
     path = pathlib.Path(folder)
     with files.without_new_folders(*([] if stores.scheme_of(folder) else [path, *path.parents])):
         folder.mkdir(parents=True, exist_ok=True)
@@ -290,6 +296,7 @@ def _another(workdir: str) -> str:
 
 def _free(name: str) -> str:
     """A new folder of a name like this that can be written; "" if none is known."""
+    # Suggested folders are tried too: a suggestion that fails would cost a second start.
     bases = ["runs", os.path.expanduser("~/runs")]
     with contextlib.suppress(OSError):  # there is none that can be written
         bases.append(os.path.join(tempfile.gettempdir(), "runs"))

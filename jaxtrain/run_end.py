@@ -10,6 +10,7 @@ from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
+from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.generation.text import sample_text
 from jaxtrain.run.files import warned
 from jaxtrain.run.metrics import METRICS, plot_losses
@@ -53,15 +54,10 @@ def _log_sample(config: ResolvedConfig, corpus: Corpus, checkpoints: epath.Path)
         config.precision,
         independent_replicas=train.diloco_inner_steps > 0,
     )
+    sampler = Sampler(layout.parts, params, jax.numpy.dtype(config.precision.compute))
+    sampling = Sampling(SAMPLE_TEMPERATURE, seed=train.seed)
     text = sample_text(
-        layout.parts,
-        params,
-        corpus.tokenizer,
-        train.sample_prompt,
-        train.sample_tokens,
-        train.seed,
-        SAMPLE_TEMPERATURE,
-        dtype=jax.numpy.dtype(config.precision.compute),
+        sampler, corpus.tokenizer, train.sample_prompt, train.sample_tokens, sampling
     )
     cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 

@@ -1,5 +1,5 @@
-"""The examples in docstrings that users meet do what they say. Those of jaxtrain/api.py, which train
-and compile, run with docs/python.md (test_api.py)."""
+"""The examples in docstrings that users meet do what they say. Those of jaxtrain/api.py, which
+train and compile, run with docs/python.md (test_api.py)."""
 
 import doctest
 import importlib
@@ -12,7 +12,7 @@ EXAMPLES = {
     "config.paths": "fields flags_of get replace",
     "config.recipes": "find_recipe load_recipe",
     "config.rules.mesh_rules": "on_mesh",
-    "config.settings": "Config Config.resolve",
+    "config.states": "Config Config.resolve",
     "data.tokenizer": "ByteTokenizer load_tokenizer",
     "devices.mesh": "make_mesh",
     "pipeline.setup": "make_setup",

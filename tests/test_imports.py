@@ -120,8 +120,6 @@ def test_the_planner_is_asked_through_two_modules(name):
     asked = {"jaxtrain.planner.for_training" if level(name) == TOP else PLANNED_TIMES}
     if name in ("jaxtrain.plan", "jaxtrain.api"):
         asked = {"jaxtrain.planner.command.main"}
-    if name == "jaxtrain.api":  # the type of a plan
-        asked.add("jaxtrain.planner.search.predict")
     others = {module for module in GRAPH[name] & MODULES.keys() if within(module, ("planner",))}
     assert others <= asked, f"{name} asks {', '.join(sorted(others - asked))}"
 

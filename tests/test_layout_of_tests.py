@@ -27,7 +27,10 @@ GROUPED = {
     "train_command.py": "test_train.py",
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
-    "config/rules/rules.py": "config/test_checks.py",
+    **{
+        f"config/rules/{name}.py": "config/test_checks.py"
+        for name in ("all_rules", "model_rules", "pipeline_rules", "rules", "run_rules")
+    },
     "config/saved_values.py": "training/test_saved_values.py",
     "devices/state_stream.py": "training/test_streamed_update.py",
     "config/splash_backward.py": "config/test_kernels.py",

@@ -47,7 +47,7 @@ MAGIC = b"JTLOCAL1"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ShardBytes:
     """The bytes of a shard in a file, and their checksum."""
 
     path: pathlib.Path
@@ -69,7 +69,7 @@ class FileIndex:
     fingerprint: str
     start: str
     meta: dict[str, Any]
-    places: dict[Shard, Place]
+    places: dict[Shard, ShardBytes]
 
 
 class DamagedError(Exception):
@@ -169,14 +169,14 @@ class LocalCheckpointer:
         self.wait()
         self._remove_old()
         leaves = jax.tree.leaves(state)
-        held = {
+        data_of = {
             leaf: {shard.device: shard.data for shard in leaves[leaf].addressable_shards}
             for leaf in self._shards.leaves
         }
         copies = []
         for shard in self._needed:
             devices = self._shards.devices[shard]
-            data = next(held[shard.leaf][d] for d in devices if d in held[shard.leaf])
+            data = next(data_of[shard.leaf][d] for d in devices if d in data_of[shard.leaf])
             data.copy_to_host_async()  # all copies are under way before the first is waited for
             copies.append((shard, data))
         numbers = [(shard, to_host(data)) for shard, data in copies]
@@ -285,7 +285,7 @@ def read_index(path: pathlib.Path) -> FileIndex:
     try:
         values = parse_json(index)
         places = {
-            Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(path, *place)
+            Shard(leaf, tuple((start, stop) for start, stop in bounds)): ShardBytes(path, *place)
             for leaf, bounds, *place in values["places"]
         }
         return FileIndex(values["fingerprint"], values["start"], values["meta"], places)
@@ -293,19 +293,18 @@ def read_index(path: pathlib.Path) -> FileIndex:
         raise DamagedError(f"{path} has an index that jaxtrain does not write") from None
 
 
-def read_shard(place: Place, shard: Shard, dtype: np.dtype) -> np.ndarray:
+def read_shard(stored: ShardBytes, shard: Shard, dtype: np.dtype) -> np.ndarray:
     """A shard's numbers. Raises DamagedError if they cannot be read, or are not those that were
     written."""
     numbers = np.empty(shard.shape, dtype)
     data = numbers.reshape(-1).view(np.uint8).data
     try:
-        with open(place.path, "rb") as file:
-            file.seek(place.offset)
+        with open(stored.path, "rb") as file:
+            file.seek(stored.offset)
             read = file.readinto(data)
     except OSError as error:
-        raise DamagedError(f"{place.path} cannot be read ({error.strerror})") from None
-    if (read, place.size) != (data.nbytes, data.nbytes) or zlib.crc32(data) != place.crc32:
-        raise DamagedError(
-            f"{place.path} is damaged at bytes {place.offset:,} to {place.offset + place.size:,}"
-        )
+        raise DamagedError(f"{stored.path} cannot be read ({error.strerror})") from None
+    if (read, stored.size) != (data.nbytes, data.nbytes) or zlib.crc32(data) != stored.crc32:
+        end = stored.offset + stored.size
+        raise DamagedError(f"{stored.path} is damaged at bytes {stored.offset:,} to {end:,}")
     return numbers

@@ -33,7 +33,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint.local import DamagedError, Place, files_of, read_index, read_shard
+from jaxtrain.checkpoint.local import DamagedError, ShardBytes, files_of, read_index, read_shard
 from jaxtrain.checkpoint.regions import Leaf, Shard, Shards
 from jaxtrain.checkpoint.steps import CheckpointError, Meta
 from jaxtrain.devices import cluster, host_memory
@@ -78,7 +78,7 @@ class LocalFiles:
         self._needed = shards.needed_by(jax.process_index())
         # of this machine, by step
         self._metas: dict[LocalStep, dict[str, Any]] = {}
-        self._places: dict[LocalStep, dict[Shard, Place]] = {}
+        self._places: dict[LocalStep, dict[Shard, ShardBytes]] = {}
         self._of_others: set[int] = set()  # steps of another layout or model
         fingerprint = shards.fingerprint()
         for path, step in files_of(folder):
@@ -162,12 +162,12 @@ class LocalFiles:
         """Process → the shards that it needs and does not have, for all processes that lack some.
         lost: this process's."""
         # As numbers in an order that all processes know, so that the message is short.
-        missing = [place for place, shard in enumerate(self._needed) if shard in lost]
+        missing = [number for number, shard in enumerate(self._needed) if shard in lost]
         gathered: dict[int, list[Shard]] = {}
-        for process, places in enumerate(cluster.gather(missing)):
-            if places:
+        for process, numbers in enumerate(cluster.gather(missing)):
+            if numbers:
                 needed = self.shards.needed_by(process)
-                gathered[process] = [needed[place] for place in places]
+                gathered[process] = [needed[number] for number in numbers]
         return gathered
 
     def _lost_everywhere(self, lost: dict[int, list[Shard]]) -> str:

@@ -89,8 +89,8 @@ def stored_arrays(state: Any, stored: Any) -> list[StoredArray]:
 
     Args:
       state: a pytree of jax.Array, DiskArray or jax.ShapeDtypeStruct with shardings. Under a key
-        "layers" the next key is the local unit, and leaves are [*lead, stages, places, *layer
-        shape].
+        "layers" the next key is the local unit, and leaves are [*lead, stages, positions,
+        *layer shape].
       stored: the same tree with a Stored for each leaf.
 
     Raises:
@@ -116,7 +116,7 @@ def stored_arrays(state: Any, stored: Any) -> list[StoredArray]:
         arrays[array.name] = array
     for array in arrays.values():
         stacks = [leaf.stack for leaf in array.leaves if leaf.stack]
-        count = sum(len(held) for stack in stacks for held in stack.held)
+        count = sum(len(layers) for stack in stacks for layers in stack.held)
         if stacks and count != stacks[0].model:
             raise ValueError(
                 f"{array.name}: the units hold {count} of the model's {stacks[0].model} layers"
@@ -139,9 +139,9 @@ def _stored_array(index: int, path: tuple, leaf: Any, stored: Stored) -> StoredA
         raise ValueError(f"{name}: {list(leaf.shape)} does not begin with {list(lead)}")
     shape = leaf.shape[len(lead) :]
     if stack and shape[:2] != stack.shape:
-        stages, places = stack.shape
+        stages, depth = stack.shape
         raise ValueError(
-            f"{name}: {list(shape)} is no stack of {places} layers on each of {stages} stages"
+            f"{name}: {list(shape)} is no stack of {depth} layers on each of {stages} stages"
         )
     shape = shape[2:] if stack else shape
     if len(shape) != len(stored.shape) or any(size > n for n, size in zip(shape, stored.shape)):
@@ -164,7 +164,7 @@ def regions(leaf: Leaf, bounds: Bounds, stored: tuple[int, ...]) -> Iterator[Sha
       stored: the stored array's shape.
     """
     lead, bounds, stored = bounds[: leaf.lead], bounds[leaf.lead :], stored[leaf.lead :]
-    # From the outside in: dimensions of replicas are stored as they are; [stages, places] become
+    # From the outside in: dimensions of replicas are stored as they are; [stages, positions] become
     # layers in model order, a run of them for each stage; a layer's own dimensions lose their
     # padding, which lies at the end.
     runs = [SharedRegion((), ())]
@@ -191,12 +191,12 @@ def _from_zero(bounds: Iterable[tuple[int, int]]) -> list[slice]:
 
 
 def _layer_runs(
-    stack: Stack, stages: tuple[int, int], places: tuple[int, int]
+    stack: Stack, stages: tuple[int, int], positions: tuple[int, int]
 ) -> Iterator[SharedRegion]:
-    """The layers in a block of a unit's stack [stages, places], by stage, whose layers are
+    """The layers in a block of a unit's stack [stages, positions], by stage, whose layers are
     consecutive."""
     for stage in range(*stages):
-        if layers := stack.held[stage][slice(*places)]:
+        if layers := stack.held[stage][slice(*positions)]:
             yield SharedRegion(
                 (stage - stages[0], slice(0, len(layers))), (slice(layers.start, layers.stop),)
             )
@@ -205,11 +205,11 @@ def _layer_runs(
 def holders(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
     """The distinct shards of a leaf and the devices that hold each, on all processes and in the
     same order on each."""
-    held: dict[Bounds, list[jax.Device]] = {}
+    holding: dict[Bounds, list[jax.Device]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         bounds = tuple(i.indices(n)[:2] for i, n in zip(index, leaf.shape, strict=True))
-        held.setdefault(bounds, []).append(device)
-    return {bounds: sorted(devices, key=lambda d: d.id) for bounds, devices in held.items()}
+        holding.setdefault(bounds, []).append(device)
+    return {bounds: sorted(devices, key=lambda d: d.id) for bounds, devices in holding.items()}
 
 
 def writers(leaf: Leaf) -> dict[jax.Device, Bounds]:
@@ -357,7 +357,7 @@ class Shards:
         blocks = [(shard.leaf, shard.bounds) for shard in sorted(self.devices)]
         stacks = {leaf.unit: leaf.stack for leaf in self.leaves.values() if leaf.stack}
         layers = [
-            [[*held, *[-1] * (stack.shape[1] - len(held))] for held in stack.held]
+            [[*run, *[-1] * (stack.shape[1] - len(run))] for run in stack.held]
             for _, stack in sorted(stacks.items())
         ]
         return hashlib.sha256(json.dumps([leaves, blocks, layers]).encode()).hexdigest()

@@ -18,6 +18,7 @@ process reads different ones. So one process may find damage that no other sees.
 each other, and either all of them take an older step or none does.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -48,10 +49,18 @@ from jaxtrain.checkpoint.steps import (
     choose,
     read_meta,
 )
-from jaxtrain.config import ConfigError, StoredConfig, fields, get, replace, sources, suggestion
+from jaxtrain.config import (
+    CheckpointConfig,
+    ConfigError,
+    StoredConfig,
+    fields,
+    get,
+    replace,
+    sources,
+    suggestion,
+)
 from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
-from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.data.tokens import Corpus
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.prepared_run import PreparedRun
@@ -304,10 +313,17 @@ class Candidates:
             return StartPoint(newest.step, newest.meta, f"step {newest.step}")
         return self.chosen.start
 
-    def restore(self, initialized: Callable[[], TrainState]) -> tuple[TrainState, StartPoint]:
+    def restore(
+        self, initial: concurrent.futures.Future[TrainState] | None
+    ) -> tuple[TrainState, StartPoint]:
         """The state of the newest candidate that turns out to be undamaged, and the start of the
-        run from it. initialized: gives the state of a new run, which may be made meanwhile"""
+        run from it.
+
+        initial: the state of a new run, if one is expected; it is made otherwise, where all local
+          candidates turn out to be damaged and there is no persistent one
+        """
         local = self.local.files.restore(self.local.steps) if self.local else None
+        # Local first: its candidates are newer than the chosen persistent step.
         if self.local and local:
             abstract = self.step.abstract_state().stored
             stored = jax.tree.unflatten(jax.tree.structure(abstract), local.leaves)
@@ -317,7 +333,7 @@ class Candidates:
             return with_working(self.step.layout, stored), start
         if self.chosen.start.resumes:
             return self.chosen.restore(self.step, self.corpus)
-        return initialized(), self.chosen.start
+        return (initial.result() if initial else self.new_state()), self.chosen.start
 
 
 def stored_state(step: Step) -> tuple[TrainState, TrainState]:
@@ -387,6 +403,7 @@ def restore_newest(
     while True:
         assert choice.step is not None
         restored, damage = cluster.in_all(functools.partial(read, choice.step), CheckpointError)
+        # The damage that one process has read is everybody's: all take an older step together.
         damage = next(filter(None, cluster.gather(damage)), "")
         if not damage:
             return restored, choice

@@ -60,6 +60,17 @@ class Sampling:
     def filtered(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0
 
+    def arrays(self, stops: Sequence[int], vocabulary: int) -> "SamplingArrays":
+        """This rule as arguments of a compiled program."""
+        return SamplingArrays(
+            np.uint32(self.seed),
+            np.float32(self.temperature),
+            np.int32(self.top_k),
+            np.float32(self.top_p),
+            stops=np.array(stops, np.int32),
+            vocabulary=np.int32(vocabulary),
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +92,7 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingArrays:
-    """`Sampling` as arguments of the compiled program, with two more.
+    """`Sampling` as arguments of the compiled program, which so serves any rule, with two more.
 
     stops: the ids that end a sample; vocabulary: number of ids that can be chosen.
     """
@@ -94,7 +105,9 @@ class SamplingArrays:
     vocabulary: np.int32
 
 
-def filter_tokens(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def filter_tokens(
+    logits_BV: jax.Array, top_k: jax.Array | np.int32, top_p: jax.Array | np.float32
+) -> jax.Array:
     """The tokens that remain after top-k and then top-p, bool [B, V]: at least the most likely one.
     Smaller ids come first among equal logits.
 
@@ -116,26 +129,24 @@ def filter_tokens(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> j
 def choose(
     logits_BV: jax.Array,
     keys_B: jax.Array,
-    temperature,
-    top_k,
-    top_p,
+    rule: SamplingArrays,
     greedy: bool = False,
     filtered: bool = True,
 ) -> jax.Array:
     """A token id for each sequence, int32 [B], from float32 logits (−inf: never chosen) and a
     random key each.
 
-    temperature, top_k, top_p: scalars, as in `Sampling`; may be traced.
-    greedy, filtered: fixed when compiled. `greedy` takes the largest logit without random numbers;
-        without `filtered`, top-k and top-p are left out.
+    rule: its temperature, top_k and top_p; may be traced.
+    greedy, filtered: of the rule, fixed when compiled. `greedy` takes the largest logit without
+        random numbers; without `filtered`, top-k and top-p are left out.
     """
     if greedy:
         return jnp.argmax(logits_BV, -1).astype(jnp.int32)
-    scaled_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / temperature
-    # also for an infinite temperature
+    scaled_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / rule.temperature
+    # With an infinite temperature −∞ has become NaN.
     scaled_BV = jnp.where(jnp.isneginf(logits_BV), -jnp.inf, scaled_BV)
     if filtered:
-        scaled_BV = jnp.where(filter_tokens(scaled_BV, top_k, top_p), scaled_BV, -jnp.inf)
+        scaled_BV = jnp.where(filter_tokens(scaled_BV, rule.top_k, rule.top_p), scaled_BV, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys_B, scaled_BV).astype(jnp.int32)
 
 
@@ -213,14 +224,7 @@ class Sampler:
                 f"{tokens} tokens after a prompt of {len(ids)} must be from 1 to {most}"
             )
         state = self._read_prompt(ids, tokens, samples)
-        rule = SamplingArrays(
-            np.uint32(sampling.seed),
-            np.float32(sampling.temperature),
-            np.int32(sampling.top_k),
-            np.float32(sampling.top_p),
-            stops=np.array(stops, np.int32),
-            vocabulary=np.int32(cfg.vocab_size if vocabulary is None else vocabulary),
-        )
+        rule = sampling.arrays(stops, cfg.vocab_size if vocabulary is None else vocabulary)
         decode = functools.partial(
             self._decode, self.params, rule=rule, greedy=sampling.greedy, filtered=sampling.filtered
         )
@@ -325,9 +329,7 @@ class Sampler:
             )
             key = jax.random.fold_in(jax.random.key(rule.seed), state.position)
             keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
-            chosen_B = choose(
-                logits_BV, keys_B, rule.temperature, rule.top_k, rule.top_p, greedy, filtered
-            )
+            chosen_B = choose(logits_BV, keys_B, rule, greedy, filtered)
             done = state.done | jnp.isin(chosen_B, rule.stops)
             burst = lax.dynamic_update_slice(
                 burst, jnp.where(done, -1, chosen_B)[:, None], (0, count)

@@ -2,11 +2,8 @@
 
 from collections.abc import Iterable
 
-import jax.numpy as jnp
-
 from jaxtrain.data.tokenizer import Tokenizer, prompt_ids
 from jaxtrain.generation.sampling import Sampler, Sampling
-from jaxtrain.models.transformer import ModelParts
 
 NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
 
@@ -48,23 +45,19 @@ class TextStream:
 
 
 def sample_text(
-    parts: ModelParts,
-    params: dict,
+    sampler: Sampler,
     tokenizer: Tokenizer,
     prompt: str,
     tokens: int,
-    seed: int = 0,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    dtype=jnp.float32,
+    sampling: Sampling,
 ) -> str:
     """The model's continuation of a prompt, without the prompt: `tokens` long, or to the end of its
     document.
 
-    parts, params and dtype as in `Sampler`. Where a learned position table is too short, the
-    prompt loses its beginning, and then fewer tokens are made. Raises DataError as `prompt_ids`.
+    Where a learned position table is too short, the prompt loses its beginning, and then fewer
+    tokens are made. Raises DataError as `prompt_ids`.
     """
+    parts = sampler.parts
     ids = prompt_ids(tokenizer, prompt, parts.cfg.vocab_size)
     if parts.cfg.positions == "learned":
         ids = ids[-max(1, parts.cfg.max_positions - tokens) :]
@@ -72,11 +65,7 @@ def sample_text(
     if tokens < 1:
         return ""
     stream = TextStream(tokenizer, ids)
-    bursts = Sampler(parts, params, dtype).start(
-        ids,
-        tokens,
-        Sampling(temperature, top_k, top_p, seed),
-        stops=tokenizer.stops,
-        vocabulary=tokenizer.vocab_size,
+    bursts = sampler.start(
+        ids, tokens, sampling, stops=tokenizer.stops, vocabulary=tokenizer.vocab_size
     )
     return "".join([*(stream.push(burst[0]) for burst in bursts), stream.finish()])

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import ResolvedModel
-from jaxtrain.config.settings import BIASED
+from jaxtrain.config.groups.model_settings import BIASED
 from jaxtrain.hf.fields import MISSING, Fields
 from jaxtrain.hf.rope_parameters import SCALINGS, Settings, read_rope, write_rope
 from jaxtrain.hf.source_files import REMOTE_CODE
@@ -77,7 +77,7 @@ class Integer(SettingField):
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         value = fields.integer(self.field, self.default, self.null, self.least)
-        most = cfg.fields()[f"model.{self.setting}"].metadata["bounds"]["at_most"]
+        most = cfg.setting_of(cfg.fields()[f"model.{self.setting}"]).bounds.at_most
         if most is not None and value > most:
             raise fields.refuse(self.field, f"is above {most}")
         return {self.setting: value}

@@ -124,7 +124,7 @@ def _read_object(fields: Fields, name: str, rope: Rope, longest: int, head: int 
     inner = Fields(values, fields.place, {"type": "rope_type"}, f"{name}.")
     kind = inner.value("rope_type", "default")
     if not isinstance(kind, str) or kind not in SCALINGS:
-        reasons = cfg.fields()["model.rope_scaling"].metadata["refused"]
+        reasons = cfg.setting_of(cfg.fields()["model.rope_scaling"]).choices.refused
         reason = reasons.get(kind) if isinstance(kind, str) else None
         rule = reason or f"is not supported: only {', '.join(SCALINGS)} are"
         raise inner.refuse("rope_type", rule)

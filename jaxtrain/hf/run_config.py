@@ -7,7 +7,7 @@
     data.sequence_length        at most what a learned position table has, unless they name one
     all others                  those of flags and recipe
 
-A recipe says what differs from the defaults of config/settings.py; a default is nobody's choice.
+A recipe says what differs from the defaults of config/groups/; a default is nobody's choice.
 """
 
 import contextlib

@@ -19,7 +19,7 @@ from jaxtrain.config import (
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import on_mesh
-from jaxtrain.config.rules.rules import Rule, Violation, values_for
+from jaxtrain.config.rules.rules import SettingsRule, Violation, values_for
 from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.step.planned_op_times import HardwareError, load, model_of
@@ -126,11 +126,11 @@ def tables_can_be_made(config: FilledConfig) -> Iterator[Violation]:
         yield Violation(error.field, error.rule, error.fixes, show=2)
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[SettingsRule, ...] = (
     _source_exists,
     _tokenizer_exists,
     _schedule_exists,
     _hardware_is_known,
 )
 # a suggestion has to keep this one too, which may take long
-RULES_WITH_TABLES: tuple[Rule, ...] = (*RULES, tables_can_be_made)
+RULES_WITH_TABLES: tuple[SettingsRule, ...] = (*RULES, tables_can_be_made)

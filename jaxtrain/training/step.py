@@ -183,7 +183,7 @@ class Step:
 
 
 def make_layout(config: ResolvedConfig, mesh: Mesh, setup: Setup) -> ParameterLayout:
-    """The layout of a resolved config's parameters on a mesh, which may be abstract."""
+    """The layout of a config's parameters on a mesh, which may be abstract."""
     parallel = config.parallel
     independent = config.train.diloco_inner_steps > 0
     # Independent replicas have a loss each, of their own share of the batch.
@@ -212,7 +212,7 @@ def make_layout(config: ResolvedConfig, mesh: Mesh, setup: Setup) -> ParameterLa
 
 
 def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) -> Step:
-    """The step of a resolved config on a mesh; nothing is compiled yet.
+    """The step of a config on a mesh; nothing is compiled yet.
 
     setup: the config's tables, built now if not given.
 

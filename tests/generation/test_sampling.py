@@ -48,9 +48,8 @@ def test_top_k_and_top_p_leave_the_reference_s_tokens(top_k, top_p):
 def test_of_equal_logits_the_smaller_ids_are_left():
     logits = jnp.array([[0.0, 2.0, 1.0, 2.0, 2.0, -jnp.inf]])
     assert filter_tokens(logits, 2, 1.0).tolist() == [[False, True, False, True, False, False]]
-    assert choose(
-        logits, jax.random.split(jax.random.key(0), 1), 0.0, 0, 1.0, greedy=True
-    ).tolist() == [1]
+    keys, rule = jax.random.split(jax.random.key(0), 1), Sampling(0.0).arrays((), 6)
+    assert choose(logits, keys, rule, greedy=True).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +63,9 @@ def test_tokens_are_chosen_as_often_as_they_should_be(temperature, top_k, top_p)
     chance /= chance.sum()
     n = 20_000
     keys = jax.random.split(jax.random.key(0), n)
-    filtered = Sampling(temperature, top_k, top_p).filtered
-    made = jax.jit(functools.partial(choose, filtered=filtered))(
-        jnp.broadcast_to(logits, (n, 8)), keys, temperature, top_k, top_p
+    rule = Sampling(temperature, top_k, top_p)
+    made = jax.jit(functools.partial(choose, filtered=rule.filtered))(
+        jnp.broadcast_to(logits, (n, 8)), keys, rule.arrays((), 8)
     )
     often = np.bincount(made, minlength=8)
     assert (often[chance == 0] == 0).all()
@@ -78,10 +77,9 @@ def test_tokens_are_chosen_as_often_as_they_should_be(temperature, top_k, top_p)
 
 def test_extreme_temperatures():
     logits, keys = jnp.array([[1.0, 3.0, -jnp.inf, 2.0]]), jax.random.split(jax.random.key(3), 1)
-    assert choose(logits, keys, 1e-29, 0, 1.0).tolist() == [1]
-    many = choose(
-        jnp.broadcast_to(logits, (200, 4)), jax.random.split(keys[0], 200), jnp.inf, 0, 1.0
-    )
+    cold, hot = (Sampling(temperature).arrays((), 4) for temperature in (1e-29, np.inf))
+    assert choose(logits, keys, cold).tolist() == [1]
+    many = choose(jnp.broadcast_to(logits, (200, 4)), jax.random.split(keys[0], 200), hot)
     assert set(many.tolist()) == {0, 1, 3}
     assert (
         Sampling(temperature=0).greedy
@@ -255,7 +253,8 @@ def test_sample_text_fits_a_prompt_into_the_learned_positions():
     parts, params = model(positions="learned", max_positions=20)
     known = NoTokenizer(VOCABULARY)
     prompt = [1 + i % 60 for i in range(30)]
-    made = sample_text(parts, params, known, " ".join(map(str, prompt)), 8, temperature=0.0)
+    one = Sampler(parts, params)
+    made = sample_text(one, known, " ".join(map(str, prompt)), 8, Sampling(temperature=0.0))
     expected = by_whole_forwards(prompt[-12:], 8, positions="learned", max_positions=20)
     assert [int(i) for i in made.split()] == expected
-    assert len(sample_text(parts, params, known, "1", 50).split()) == 19
+    assert len(sample_text(one, known, "1", 50, Sampling()).split()) == 19

@@ -1,6 +1,7 @@
 """The config of a run that starts from a published model: a setting that somebody chose may not
 contradict config.json, a default may."""
 
+import dataclasses
 import json
 
 import pytest
@@ -105,9 +106,8 @@ def test_files_and_lengths_that_are_not_followed_are_noted(published):
     assert published.notes_for(config.model, config.data) == ()
     for name in ("adapter_config.json", INDEX, SINGLE):
         (folder / name).write_text("{}")
-    index, adapter, beyond = read_published(folder).notes_for(
-        replace(config, {"data.sequence_length": 65})
-    )
+    longer = dataclasses.replace(config.data, sequence_length=65)
+    index, adapter, beyond = read_published(folder).notes_for(config.model, longer)
     assert adapter.startswith("adapter_config.json is left out: ")
     assert index == f"{INDEX} is left out: {SINGLE} beside it is read, as in transformers"
     said = f"max_position_embeddings=64 of {folder / CONFIG}"

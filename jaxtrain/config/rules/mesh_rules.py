@@ -24,7 +24,7 @@ from jaxtrain.config import (
     TrainConfig,
 )
 from jaxtrain.config.kernels import QUANTIZED
-from jaxtrain.config.rules.rules import Changes, Rule, Violation, divisors, near, values_for
+from jaxtrain.config.rules.rules import Changes, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.schedule.orders import CSV
 
@@ -231,7 +231,7 @@ def mlp_widths(m: ResolvedModel) -> dict[str, int]:
     return {name: getattr(m, name) for name in names}
 
 
-def _context_axis_divides(
+def context_axis_divides(
     mesh: MeshConfig, parallel: ParallelConfig, model: ResolvedModel, data: DataConfig
 ) -> Iterator[Violation]:
     """The sequence is cut into two chunks for each device of `context`, which `model` splits
@@ -269,7 +269,7 @@ def _context_axis_divides(
         )
 
 
-def _expert_axis_divides(mesh: MeshConfig, model: ResolvedModel) -> Iterator[Violation]:
+def expert_axis_divides(mesh: MeshConfig, model: ResolvedModel) -> Iterator[Violation]:
     size, experts = mesh.expert, model.experts
     if size <= 1:
         return
@@ -289,7 +289,7 @@ def _expert_axis_divides(mesh: MeshConfig, model: ResolvedModel) -> Iterator[Vio
         )
 
 
-def _expert_nodes(
+def expert_nodes_divide(
     parallel: ParallelConfig, mesh: MeshConfig, model: ResolvedModel
 ) -> Iterator[Violation]:
     """A node has several devices of `expert`, and numbers of tokens between nodes are not fixed."""
@@ -315,7 +315,7 @@ def _expert_nodes(
         )
 
 
-def _model_axis_divides(
+def model_axis_divides(
     mesh: MeshConfig, model: ResolvedModel, data: DataConfig
 ) -> Iterator[Violation]:
     """`model` splits heads, the MLP, and the sequence between the blocks."""
@@ -342,7 +342,7 @@ def _model_axis_divides(
         yield Violation("mesh.model", rule, fixes, show=4)
 
 
-def _products_over_model(
+def products_over_model_are_built(
     parallel: ParallelConfig, mesh: MeshConfig, precision: PrecisionConfig
 ) -> Iterator[Violation]:
     """Products over `model` beside their messages."""
@@ -363,7 +363,7 @@ def _products_over_model(
         )
 
 
-def _reductions(
+def reductions_fit(
     parallel: ParallelConfig, train: TrainConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
     """Gradients over `data`, and the outer steps of independent replicas (DiLoCo)."""
@@ -404,7 +404,7 @@ def _reductions(
         )
 
 
-def _batch_divides(
+def batch_divides(
     data: DataConfig, mesh: MeshConfig, pipeline: PipelineConfig
 ) -> Iterator[Violation]:
     batch, micro = data.batch_size, pipeline.microbatches
@@ -474,15 +474,3 @@ def blocks_divide(
             ],
             show=4,
         )
-
-
-RULES: tuple[Rule, ...] = (
-    blocks_divide,
-    _context_axis_divides,
-    _expert_axis_divides,
-    _expert_nodes,
-    _model_axis_divides,
-    _products_over_model,
-    _reductions,
-    _batch_divides,
-)

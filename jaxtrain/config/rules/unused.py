@@ -2,7 +2,7 @@
 
 A flag may leave a recipe's settings without effect: with `--config.mesh.stage=1` the recipe's
 schedule has none. This must work, and a note says so. A setting that contradicts another one is an
-error of rules.py or mesh_rules.py. Standard library only.
+error of a rule (all_rules.py). Standard library only.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.learning_rates import READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules.mesh_rules import AXES
-from jaxtrain.config.rules.rules import OF_EXPERTS
+from jaxtrain.config.rules.model_rules import OF_EXPERTS
 from jaxtrain.config.saved_values import MLP_OUT, ON_HOST, names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.schedule.files.order_csv import is_order_file
