@@ -21,7 +21,7 @@ def fields() -> Mapping[str, dataclasses.Field]:
     """Path → dataclass field of every setting, in order: "model.layers" first.
 
     >>> from jaxtrain import fields
-    >>> fields()["train.steps"].default, fields()["train.steps"].metadata["doc"]
+    >>> fields()["train.steps"].default, fields()["train.steps"].metadata["setting"].doc
     (100, 'optimizer steps')
     """
     groups = ((g.name, typing.cast(Any, g.type)) for g in dataclasses.fields(Config))
