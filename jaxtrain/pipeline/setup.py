@@ -171,6 +171,12 @@ def make_setup(config: ResolvedConfig, report: ReportProgress = table_search.sil
 
     report: is told how far the search for a table has come, where there is one. Raises ConfigError
     for a schedule that does not fit.
+
+    >>> from jaxtrain import load_recipe
+    >>> from jaxtrain.config.rules.mesh_rules import on_mesh
+    >>> setup = make_setup(on_mesh(load_recipe("tiny"), devices=8).resolve())
+    >>> setup.table.name, setup.table.stages, setup.table.microbatches
+    ('interleaved', 2, 4)
     """
     # Checks, the planner and the trainer ask for the same setup, and a search takes seconds. A dict
     # keeps its insertion order, so the oldest one goes first.

@@ -50,7 +50,12 @@ def filled(config: Config, devices: int | None) -> Config:
 
 def on_mesh(config: Config, devices: int | None) -> MeshedConfig:
     """The config on the mesh that it has with this number of devices, or of its own sizes if that
-    is None. Raises ValueError if no size fits; `mesh_uses_devices` is the rule about that."""
+    is None. Raises ValueError if no size fits; `mesh_uses_devices` is the rule about that.
+
+    >>> from jaxtrain import load_recipe
+    >>> on_mesh(load_recipe("tiny"), devices=16).mesh.data  # stage=2, model=2
+    4
+    """
     return filled(config, devices).on_own_mesh()
 
 
