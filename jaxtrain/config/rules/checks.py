@@ -325,7 +325,7 @@ class _Search:
         return self._fixes(changes) is None
 
     def _walk(self, changes: SettingChanges, most: int) -> SettingChanges | None:
-        """SettingChanges that work, these and at most so many fixes beyond them: the first that a
+        """Changes that work, these and at most so many fixes beyond them: the first that a
         depth-first walk over the fixes of broken rules comes to."""
         fixes = self._fixes(changes)
         if fixes is None:
@@ -373,7 +373,7 @@ class _Search:
         return self._needed(changes) if self.passes(changes) else None
 
     def _needed(self, changes: SettingChanges) -> SettingChanges:
-        """SettingChanges that work without those that are not needed; the model's are dropped first."""
+        """Changes that work without those that are not needed; the model's are dropped first."""
         for path in sorted(changes, key=[*cfg.fields()].index):
             fewer = {other: value for other, value in changes.items() if other != path}
             if self.passes(fewer):

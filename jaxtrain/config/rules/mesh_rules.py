@@ -192,7 +192,7 @@ def mesh_uses_devices(mesh: MeshConfig, devices: int) -> Iterator[Violation]:
 def _mesh_fixes(
     blamed: list[str], sizes: dict[str, int], devices: int, is_open: bool
 ) -> Iterator[SettingChanges]:
-    """SettingChanges with which the mesh fits: of the size of one axis, then of two, …, the nearest first.
+    """Changes with which the mesh fits: of the size of one axis, then of two, …, the nearest first.
 
     blamed: axes whose sizes may be wrong, the likeliest first; is_open: a further axis is -1
     """

@@ -62,5 +62,5 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def values_for(path: str, values: Iterable[Any]) -> list[SettingChanges]:
-    """SettingChanges of one setting, to each of these values."""
+    """Changes of one setting, to each of these values."""
     return [{path: value} for value in values]
