@@ -177,8 +177,8 @@ class Step:
         state, batch = self.abstract_state(), self.abstract_batch
         if self.several is None:
             return self.train.lower(state, batch)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        alone = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+        # An argument and not a constant, so that one program runs steps together and alone.
+        alone = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.layout.everywhere)
         return self.several.lower(state, (batch,) * self.steps_per_program, alone)
 
 
@@ -234,6 +234,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
         random_keys(layout, config.train.seed, ROUNDING),
     )
     abstract = abstract_state(layout, optimizer)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
 
     # The model on its devices, which runs a table. Evaluation has a table of its own, of forwards.
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
@@ -269,12 +270,12 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
     if layout.disk:
         train, streamed = streamed_step(one, abstract, jit)
     else:
-        train = _one_step(one, abstract, jit)
+        train = _one_step(one, shardings, jit)
     if setup.train_several and not layout.disk:
         tables = dataclasses.replace(runtime, slotted=setup.train_several)
-        several = _several_steps(StepsTogether(one, tables), abstract, jit)
+        several = _several_steps(StepsTogether(one, tables), shardings, jit)
     if layout.independent_replicas:
-        exchange, combine_metrics = _exchange(layout, abstract, precision.outer, jit)
+        exchange, combine_metrics = _exchange(layout, shardings, precision.outer, jit)
     return Step(
         layout.parts,
         layout,
@@ -314,9 +315,8 @@ def _compiler_options(runtime: Runtime, setup: Setup, changes: tuple[str, ...]) 
     return compiler_options(runtime.mesh.devices.flat[0], names, changes)
 
 
-def _one_step(one: OneStep, abstract: TrainState, jit: Callable[..., Wrapped]) -> Wrapped:
-    """`Step.train` as one program. abstract: the state; jit: jax.jit with the compiler options"""
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+def _one_step(one: OneStep, shardings: TrainState, jit: Callable[..., Wrapped]) -> Wrapped:
+    """`Step.train` as one program. shardings: of the state; jit: jax.jit with compiler options"""
     of_replicas = NamedSharding(one.layout.mesh, replicas.leading(PartitionSpec()))
     return jit(
         one.train,
@@ -330,16 +330,19 @@ def _one_step(one: OneStep, abstract: TrainState, jit: Callable[..., Wrapped]) -
 
 
 def _several_steps(
-    together: StepsTogether, abstract: TrainState, jit: Callable[..., Wrapped]
+    together: StepsTogether, shardings: TrainState, jit: Callable[..., Wrapped]
 ) -> Wrapped:
     """`Step.several`; arguments as of `_one_step`."""
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    everywhere = NamedSharding(together.one.layout.mesh, PartitionSpec())
-    return jit(train_several(together), donate_argnums=0, out_shardings=(shardings, everywhere))
+    # Rules allow no independent replicas here: the metrics are those of all devices.
+    return jit(
+        train_several(together),
+        donate_argnums=0,
+        out_shardings=(shardings, together.one.layout.everywhere),
+    )
 
 
 def _exchange(
-    layout: ParameterLayout, abstract: TrainState, dtype: str, jit: Callable[..., Wrapped]
+    layout: ParameterLayout, shardings: TrainState, dtype: str, jit: Callable[..., Wrapped]
 ) -> tuple[Wrapped, Wrapped]:
     """`Step.exchange` and `Step.combine_metrics` of independent replicas. dtype: of what they
     exchange; other arguments as of `_one_step`"""
@@ -350,11 +353,9 @@ def _exchange(
         momentum=layout.optimizer.outer_momentum,
         dtype=dtype,
     )
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    everywhere = NamedSharding(layout.mesh, PartitionSpec())
     return (
         jit(outer_step, donate_argnums=0, out_shardings=shardings),
-        jit(combine_replicas, out_shardings=everywhere),
+        jit(combine_replicas, out_shardings=layout.everywhere),
     )
 
 
