@@ -67,11 +67,11 @@ def attention(
     """b sequences of t tokens, n heads of size h and k of keys and values; documents of random
     lengths, eight in a sequence on average."""
     from jaxtrain.config.kernels import AttentionCase, attention_kernel
-    from jaxtrain.parallel.attention.causal import attend_causal
+    from jaxtrain.parallel.attention.causal import AttentionSettings, attend_causal
     from jaxtrain.parallel.target_device import target_device
 
     def attend(kernel: str, q, k, v, segments=None):
-        return attend_causal(q, k, v, segments, "all_gather", kernel)
+        return attend_causal(q, k, v, segments, AttentionSettings(kernel=kernel))
 
     flops = 2 * b * n * h * t * t  # two products over half of the scores
     fixed: tuple = ()

@@ -37,7 +37,7 @@ def plain_step(config, parts, optimizer):
     import jax.numpy as jnp
 
     from jaxtrain.models.transformer import default_positions
-    from jaxtrain.runtime.loss import loss_sum
+    from jaxtrain.runtime.loss import LossInputs, OutputHead, loss_sum
 
     dtype = jnp.dtype(config.precision.compute)
 
@@ -46,9 +46,8 @@ def plain_step(config, parts, optimizer):
         x = parts.embedder(params["embed"])(tokens, positions, dtype)
         block = jax.checkpoint(lambda x, layer: (parts.block(layer)(x, positions), None))
         x, _ = jax.lax.scan(block, x, params["layers"]["0"])
-        return loss_sum(
-            lambda x: parts.head(params["head"])(x), x, targets, weights, config.model.loss_chunk
-        )
+        head = OutputHead(lambda head, x: parts.head(head)(x), config.model.loss_chunk)
+        return loss_sum(head, params["head"], LossInputs(x, targets, weights))
 
     def step(params, state, batch):
         count = batch["weights"].sum()

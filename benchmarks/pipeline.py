@@ -7,9 +7,9 @@ predicts the step, and the step is timed.
 It compiles the step's gradients once with the ticks of the table as an argument. Ticks in which all
 stages run one op and nothing else time that op, inside the very program that is measured; empty
 ticks time what every tick costs and what comes before and after. The prediction is the coupled
-clock's (`jaxtrain.schedule.simulate`). On simulated devices, which share this machine's cores, op
-times are CPU-seconds a device, and the step takes the longer of the coupled clock's time and of all
-the work over the cores; so CPU-seconds are compared too.
+clock's (`jaxtrain.schedule.clocks.simulate`). On simulated devices, which share this machine's
+cores, op times are CPU-seconds a device, and the step takes the longer of the coupled clock's time
+and of all the work over the cores; so CPU-seconds are compared too.
 
 Without flags: 2 stages of one CPU device each. The last line has the times as
 `--config.pipeline.times` takes them.

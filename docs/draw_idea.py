@@ -16,9 +16,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jaxtrain.schedule.by_name import make_table  # noqa: E402
-from jaxtrain.schedule.clocks import TimedOp, Times  # noqa: E402
+from jaxtrain.schedule.clocks.simulate import Simulation, simulate  # noqa: E402
+from jaxtrain.schedule.clocks.times import TimedOp, Times  # noqa: E402
 from jaxtrain.schedule.drawing import COLOURS, ink, shade  # noqa: E402
-from jaxtrain.schedule.simulate import Simulation, simulate  # noqa: E402
 from jaxtrain.schedule.table_spec import TableSpec  # noqa: E402
 
 PICTURE = ROOT / "docs" / "idea.svg"

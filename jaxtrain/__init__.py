@@ -16,7 +16,7 @@ BEGAN = time.monotonic()
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from jaxtrain.api import CompiledStep, Run, generate, make_step, plan, train
+    from jaxtrain.api import CompiledStep, RunResult, generate, make_step, plan, train
     from jaxtrain.config import (
         CheckpointConfig,
         Config,
@@ -57,8 +57,8 @@ __all__ = [
     "ParallelConfig",
     "PipelineConfig",
     "PrecisionConfig",
-    "Run",
     "RunError",
+    "RunResult",
     "TrainConfig",
     "fields",
     "find_recipe",

@@ -33,18 +33,17 @@ if TYPE_CHECKING:  # these import jax, or take long
     from jax.sharding import Mesh
 
     from jaxtrain.data.loader import Batch
-    from jaxtrain.planner.search.predict import Prediction
+    from jaxtrain.planner.command.main import Prediction
     from jaxtrain.training.one_step import StepMetrics
     from jaxtrain.training.state import TrainState
 
 Recipe = Config | str | os.PathLike[str]
-Changes = Mapping[str, Any]
 # of an interactive session, ahead of all other flags: a hung step would end its process
 PATIENT = "--config.train.hang_after=0"
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunResult:
     """A run that has ended: why, and its folder, in which the same call goes on."""
 
     status: ExitStatus
@@ -64,12 +63,12 @@ class Run:
 
 def train(
     recipe: Recipe | None = None,
-    changes: Changes | None = None,
+    changes: Mapping[str, Any] | None = None,
     *,
     workdir: str | os.PathLike[str] = "",
     cpu_devices: int = 0,
     flags: Sequence[str] = (),
-) -> Run:
+) -> RunResult:
     """Trains in this process as the command does, and returns how the run ended.
 
     recipe: a Config, a recipe's name or its file; the recipe tiny if neither it nor flags name one
@@ -98,7 +97,7 @@ def train(
         patient = [PATIENT] * hasattr(sys, "ps1")
         config, namespace = train_command.parse([*patient, *argv, *flags], given)
         status = train_command.run(config, namespace, WallClock())
-    return Run(
+    return RunResult(
         ExitStatus.INTERRUPTED if status is None else status, pathlib.Path(namespace.workdir)
     )
 
@@ -125,7 +124,7 @@ class CompiledStep:
 
 
 def make_step(
-    recipe: Recipe | None = None, changes: Changes | None = None, *, cpu_devices: int = 0
+    recipe: Recipe | None = None, changes: Mapping[str, Any] | None = None, *, cpu_devices: int = 0
 ) -> CompiledStep:
     """Compiles the training step for a loop of one's own: no folder, checkpoint or log. Arguments
     and errors as of `train`.
@@ -158,20 +157,20 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
     from jaxtrain.config.rules.checks import Environment
     from jaxtrain.data.loader import make_loaders, prepare_corpus
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.hf import importing
     from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run
+    from jaxtrain.prepare import prepare
+    from jaxtrain.run_state import make_state
     from jaxtrain.training import step as steps
     from jaxtrain.training.compiled_step import start_compiling
-    from jaxtrain.training.state import initial_state
 
     environment = Environment(
         jax.device_count(), jax.default_backend(), recipe, rules=RULES_WITH_TABLES
     )
-    checked = check_run(config, environment)
-    run = prepare.prepare(checked, pathlib.Path(), reads_times=False, measures_times=False)
-    if run is None:
+    checked, no_folder = check_run(config, environment), pathlib.Path()
+    ready = prepare(checked, no_folder, reads_times=False, measures_times=False)
+    if ready is None:
         raise KeyboardInterrupt
-    settings = run.config
+    settings = ready.config
     corpus = prepare_corpus(settings.data, settings.model.vocab_size, settings.train)
     mesh = make_mesh(sizes_of(settings.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
@@ -181,9 +180,7 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
 
     def first_state() -> "TrainState":
         with jax.set_mesh(mesh):
-            if settings.train.init_from:
-                return importing.read_together(importing.open_together(settings), step)
-            return initial_state(step.layout, step.optimizer, settings.train.seed)
+            return make_state(settings, step, None)
 
     return CompiledStep(settings, mesh, first_state, data.batch, programs.take)
 
@@ -233,7 +230,7 @@ def generate(
 
 def plan(
     recipe: Recipe | None = None,
-    changes: Changes | None = None,
+    changes: Mapping[str, Any] | None = None,
     *,
     hardware: str = "",
     devices: int = 0,
@@ -268,7 +265,7 @@ def plan(
 
 
 def _command_line(
-    recipe: Recipe | None, changes: Changes | None, **flags: object
+    recipe: Recipe | None, changes: Mapping[str, Any] | None, **flags: object
 ) -> tuple[list[str], Config | None]:
     """The flags of a command, and the recipe if it is no file or name."""
     given = recipe if isinstance(recipe, Config) else None

@@ -60,19 +60,25 @@ def refused_settings() -> Iterator[None]:
 def command(
     main: Callable[[Sequence[str]], int | None],
 ) -> Callable[[Sequence[str]], int | None]:
-    """The main function of a command, with one line and a status for a RunError, for what cannot
-    work, and for memory that is not there."""
+    """The main function of a command, whose errors are `reported` and end it with their status."""
 
     @functools.wraps(main)
-    def reported(argv: Sequence[str]) -> int | None:
-        try:
-            with refused_settings(), out_of_memory.named():
-                return main(argv)
-        except RunError as error:
-            print(cfg.one_line(f"error: {error}"), file=sys.stderr, flush=True)
-            return error.status
+    def main_or_status(argv: Sequence[str]) -> int | None:
+        result = reported(lambda: main(argv))
+        return result.status if isinstance(result, RunError) else result
 
-    return reported
+    return main_or_status
+
+
+def reported(command: Callable[[], T]) -> T | RunError:
+    """The result of a command; or the error that has ended it, after a line on standard error: a
+    RunError, for settings that cannot work and for memory that is not there, too."""
+    try:
+        with refused_settings(), out_of_memory.named():
+            return command()
+    except RunError as error:
+        print(cfg.one_line(f"error: {error}"), file=sys.stderr, flush=True)
+        return error
 
 
 def parse(
@@ -151,11 +157,11 @@ def parse_unchecked(
 
             model = read_origin(config.train.init_from, workdir)
             config, before = started_from(model, before, reading.overrides)
-            namespace.notes = model.notes_for(config)
+            namespace.notes = model.notes_for(config.model, config.data)
         elif os.path.isfile(kept := os.path.join(workdir, SOURCE, CONFIG)):
             from jaxtrain.hf.run_config import notes_of_length
 
-            namespace.notes = notes_of_length(config, pathlib.Path(kept))
+            namespace.notes = notes_of_length(config.data, pathlib.Path(kept))
         return check(namespace, config, before)
 
     return checked(read_flags(argv, description, flags, with_config=True), read, recipe)

@@ -151,7 +151,7 @@ def from_hf(command_line: Reading) -> None:
         choice = choose(checkpoints, {})
     if choice.steps or choice.unrecognized:
         raise HfError(f"{checkpoints} has checkpoints already: use another --workdir")
-    run = tokenizer_of_run(published, config)
+    run = tokenizer_of_run(published, config.data.tokenizer, config.model.vocab_size)
     description = run.tokenizer.describe()
     if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
         config = cfg.replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
@@ -173,7 +173,7 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    for note in (*published.notes_for(config), *run.notes):
+    for note in (*published.notes_for(config.model, config.data), *run.notes):
         print(f"note: {note}")
     count = len(source.tensors) + len(source.copies)
     print(

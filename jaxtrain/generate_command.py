@@ -41,7 +41,7 @@ from jaxtrain.checkpoint.steps import (
     what_is_wrong,
 )
 from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
-from jaxtrain.config import Config, MeshConfig, ModelConfig, StoredConfig
+from jaxtrain.config import Config, MeshConfig, ResolvedModel, StoredConfig
 from jaxtrain.config.errors import UsageError, flag_text
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.rules.mesh_rules import kv_heads_fit, mlp_widths
@@ -418,7 +418,7 @@ def understand(meta: Meta, name: str, workdir: str) -> tuple[StoredConfig, "Toke
     return config, tokenizer
 
 
-def check_model(model: ModelConfig, prompt: int, flags: types.SimpleNamespace) -> None:
+def check_model(model: ResolvedModel, prompt: int, flags: types.SimpleNamespace) -> None:
     """Raises UsageError for more tokens than the model has positions, and for a --model that does
     not split it evenly. prompt: its tokens."""
     if model.positions == "learned" and prompt + flags.tokens > model.max_positions:
@@ -447,7 +447,7 @@ def check_model(model: ModelConfig, prompt: int, flags: types.SimpleNamespace) -
         )
 
 
-def check_devices(count: int, model: ModelConfig, flags: types.SimpleNamespace) -> None:
+def check_devices(count: int, model: ResolvedModel, flags: types.SimpleNamespace) -> None:
     """Raises UsageError if there are fewer devices than `--context` × `--model`."""
     if device_count(flags) <= count:
         return

@@ -43,7 +43,7 @@ from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import Phase, WallClock
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.run_end import draw_losses, log_results, what_next
-from jaxtrain.run_state import make_state, open_weights, prepared_state, state_on_disk
+from jaxtrain.run_state import make_state, open_weights, state_on_disk
 from jaxtrain.start_lines import beginning, introduction, when_compiled
 from jaxtrain.training import stored_op_times
 from jaxtrain.training.compiled_step import Programs, start_compiling
@@ -80,7 +80,7 @@ class ReadyStep:
     evaluation: Evaluation
 
 
-def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
+def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
     """Trains until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. Continues
     from the newest complete checkpoint in the run's folder. clock: of the command
 
@@ -89,15 +89,15 @@ def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
     the checkpoint or the corpus, and if no checkpoint is complete; HfError for a published model
     that is damaged. Raises NumbersError if numbers are not good and the run cannot go back.
     """
-    config, folder = run.config, run.folder
+    config, folder = prepared.config, prepared.folder
     clock.enter(Phase.DATA)
     with (
         _watched(config.train.hang_after, folder, clock) as (signals, watchdog),
-        out_of_memory.named(functools.partial(fitting, run.requested, run.environment)),
+        out_of_memory.named(functools.partial(fitting, prepared.requested, prepared.environment)),
         contextlib.ExitStack() as lasting,  # until the last line is logged
     ):
         # --- checkpoint and corpus ---
-        checkpoints = open_folder(run)
+        checkpoints = open_folder(prepared)
         chosen = checkpoints.choose()
         weights = open_weights(config, chosen.start.resumes)
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
@@ -112,7 +112,7 @@ def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
         clock.enter(Phase.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:  # until the last step is saved
-            step = make_step(config, mesh, run.setup)
+            step = make_step(config, mesh, prepared.setup)
             closing.enter_context(state_on_disk(step))
             begin = functools.partial(make_state, config, step, weights)
             candidates = chosen.candidates(step, corpus, begin)
@@ -120,8 +120,11 @@ def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
 
             # --- batches ---
             clock.enter(Phase.DATA)
-            # A damaged published model ends the run here: nothing is compiled or written yet.
-            imported = begin() if weights and not resumes else None
+            initial: concurrent.futures.Future[TrainState] | None = None
+            if weights and not resumes:
+                # Now, because a damaged model ends the run before anything is compiled or written.
+                initial = concurrent.futures.Future()
+                initial.set_result(begin())
             batches, held_out = map(closing.enter_context, _loaders(config, step, corpus, folder))
             goodput = lasting.enter_context(_timed(folder, clock, candidates.expected))
             signals.before_end(goodput.discard)
@@ -131,17 +134,17 @@ def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
             executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
             compiling = start_compiling(step, executor)
             clock.enter(Phase.COMPILING)
-            # Not before: one thread traces at a time, and the step takes longest to compile.
-            initial = None if imported or resumes else executor.submit(begin)
+            if not (initial or resumes):
+                # Not before: one thread traces at a time, and the step takes longest to compile.
+                initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, executor)
             validates = config.train.eval_every and held_out.batches
             others = [evaluation.start_compiling()] if validates else []
             cluster.log(*introduction(config, step), corpus.describe())
             programs = when_compiled(step, clock, compiling, others)
             cluster.log(*batches.remarks(), *held_out.remarks())
-            new_state = functools.partial(prepared_state, begin, imported, initial)
-            state, start = candidates.restore(new_state)
-            _write_settings(config, run.requested.pipeline, folder, weights)
+            state, start = candidates.restore(initial)
+            _write_settings(config, prepared.requested.pipeline, folder, weights)
 
             # --- loop ---
             goodput.reached(start.step)
@@ -149,8 +152,7 @@ def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
             context = RunContext(config, folder, clock, goodput, signals, watchdog)
             ready = ReadyStep(step, programs, batches, evaluation)
             trainer = Trainer(context, ready, candidates, start, state)
-            # the trainer's alone: its memory can be freed there
-            del imported, initial, new_state, state
+            del initial, state  # the trainer's alone: it frees the memory where it goes back
             closing.callback(trainer.close)
             closing.enter_context(signals.deferred())  # a signal asks the loop to stop from now on
             trainer.train()
@@ -223,7 +225,7 @@ class Trainer:
         self.requests = Requests(
             step.mesh,
             context.signals,
-            self.checkpoints,
+            self.checkpoints.persistent,
             config.checkpoint.minutes,
             config.checkpoint.grace,
         )
@@ -293,9 +295,11 @@ class Trainer:
             with self.clock.phase(Phase.OTHER):
                 comparison = self.copies.compare(self.state)
         answer = self.requests.ask() if self.intervals.synchronizes(self.at) else no_request
-        first = self.feed.position - count
+        first_batch = self.feed.position - count
         steps = [
-            Pending(begin + 1 + i, first + i, metrics, no_request, None, i if several else None)
+            Pending(
+                begin + 1 + i, first_batch + i, metrics, no_request, None, i if several else None
+            )
             for i in range(count)
         ]
         steps[-1] = dataclasses.replace(steps[-1], answer=answer, comparison=comparison)
@@ -433,12 +437,12 @@ def _timed(folder: pathlib.Path, clock: WallClock, start: StartPoint) -> Iterato
 
 def _write_settings(
     config: ResolvedConfig,
-    given: PipelineConfig,
+    requested: PipelineConfig,
     folder: pathlib.Path,
     weights: PublishedWeights | None,
 ) -> None:
     """Writes, in process 0, config.json, the small files of a published model, and op_times.json
-    for op times that were not `given` by the user."""
+    for op times that were not `requested` by the user."""
     if not cluster.is_main():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -447,7 +451,7 @@ def _write_settings(
     if weights:
         with warned(folder / source_files.SOURCE, cluster.log):
             weights.keep(folder)
-    if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
+    if stored_op_times.worth_storing(config.mesh, config.pipeline, requested):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):
             stored_op_times.store(

@@ -26,7 +26,7 @@ from etils import epath
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint import manifest, stores
 from jaxtrain.checkpoint.steps import read_errors
-from jaxtrain.config import Config, addresses
+from jaxtrain.config import CheckpointConfig, Config, MetricsConfig, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
 from jaxtrain.run import files, goodput, metrics, run_lock
@@ -64,7 +64,7 @@ def _problem(text: str, passes: bool = False) -> PlaceError:
 
 def check(config: Config, workdir: str) -> None:
     """Raises PlaceError if a run of one process cannot write."""
-    if problem := _of_main(config, workdir) or _of_each(config, workdir):
+    if problem := _of_main(config.checkpoint, config.metrics, workdir) or _of_each(config, workdir):
         raise problem
 
 
@@ -92,11 +92,13 @@ def check_together(config: Config, workdir: str) -> None:
         if directory
         else f"the checkpoints of --workdir={workdir!r}": checkpoints,
     }
+    # Process 0 writes a file with a random name into each shared folder, and the others look for
+    # it: that is the only proof that two paths on two hosts mean one folder.
     with contextlib.ExitStack() as until_all_have_looked:
 
         def of_main() -> list[str]:
             until_all_have_looked.enter_context(_left_as_it_was(workdir))
-            if problem := _of_main(config, workdir):
+            if problem := _of_main(config.checkpoint, config.metrics, workdir):
                 raise problem
             mark = f"{files.TRIAL_NAME}.{secrets.token_hex(8)}"
             for place in shared.values():
@@ -115,9 +117,11 @@ def check_together(config: Config, workdir: str) -> None:
 # --- the places -----------------------------------------------------------------------------------
 
 
-def _of_main(config: Config, workdir: str) -> PlaceError | None:
+def _of_main(
+    checkpoint: CheckpointConfig, records: MetricsConfig, workdir: str
+) -> PlaceError | None:
     """The first problem with the places that process 0 alone writes, and with the checkpoints."""
-    directory = config.checkpoint.directory
+    directory = checkpoint.directory
     target_flag = cfg.flag_text(
         "config.checkpoint.directory", os.path.realpath(f"{workdir}/checkpoints")
     )
@@ -131,14 +135,15 @@ def _of_main(config: Config, workdir: str) -> PlaceError | None:
     }
     if problem := _of_workdir(workdir) or _inside(workdir, inside):
         return problem
+    # The folder itself first: an error about a file in it would be about the wrong place.
     inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}
-    if config.metrics.tensorboard:
+    if records.tensorboard:
         inside[metrics.TENSORBOARD_FOLDER] = files.try_folder(
             os.path.join(workdir, metrics.TENSORBOARD_FOLDER)
         )
-    if not config.checkpoint.directory:
+    if not directory:
         inside["checkpoints"] = _try_checkpoints(os.path.join(workdir, "checkpoints"))
-    return _inside(workdir, inside) or _of_checkpoints(config.checkpoint.directory, workdir)
+    return _inside(workdir, inside) or _of_checkpoints(directory, workdir)
 
 
 def _of_workdir(workdir: str) -> PlaceError | None:
@@ -173,6 +178,8 @@ def _of_checkpoints(directory: str, workdir: str) -> PlaceError | None:
             if unwritable
             else None
         )
+    # A store is tried by a save, with all the rights that one needs: a listing alone may be allowed
+    # where writing is not.
     try:
         manifest.try_step(stores.folder(directory) / f"{files.TRIAL_NAME}.{secrets.token_hex(8)}")
     except stores.AddressError as error:
@@ -243,6 +250,7 @@ def _left_as_it_was(workdir: str) -> contextlib.AbstractContextManager:
 def _marked(folder: epath.Path, mark: str) -> Iterator[None]:
     """A context in which a file of this name is in a folder, which can be written and is made if
     need be."""
+    # A store has no folders that could be left behind, only the file.
     path = pathlib.Path(folder)
     with files.without_new_folders(*([] if stores.scheme_of(folder) else [path, *path.parents])):
         folder.mkdir(parents=True, exist_ok=True)
@@ -288,6 +296,7 @@ def _another(workdir: str) -> str:
 
 def _free(name: str) -> str:
     """A new folder of a name like this that can be written; "" if none is known."""
+    # Suggested folders are tried too: a suggestion that fails would cost a second start.
     bases = ["runs", os.path.expanduser("~/runs")]
     with contextlib.suppress(OSError):  # there is none that can be written
         bases.append(os.path.join(tempfile.gettempdir(), "runs"))

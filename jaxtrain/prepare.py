@@ -1,5 +1,5 @@
 """The last steps before a run begins: its op times, and the tables that are made for them. What
-checks flags and devices comes before (train.py), the loop after (loop.py)."""
+checks flags and devices comes before (train_command.py), the loop after (loop.py)."""
 
 import pathlib
 import signal

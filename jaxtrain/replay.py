@@ -75,8 +75,8 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
     """Repeats step `at` of the run in its folder and logs the differences. FINISHED if they are
     rounding, else BAD_NUMBERS.
 
-    Raises the errors of loop.run; ReplayError if the folder has no record of
-    the step, or no checkpoint before it.
+    Raises the errors of loop.run; ReplayError if the folder has no record of the step, or no
+    checkpoint before it.
     """
     config, folder = run.config, run.folder
     clock.enter(Phase.DATA)
@@ -84,6 +84,7 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
     values = cluster.from_main(lambda: _read(folder, checkpoints.directory, at), ReplayError)
     recorded = Recorded(**values | {"batches": dict(values["batches"])})
     refuse_another_rate(config.optimizer, config.train, at, recorded.learning_rate, folder)
+    # The newest checkpoint before the step, so that as few steps as possible are repeated.
     chosen = checkpoints.choose()
     if not chosen.start.resumes:
         raise ReplayError(
@@ -112,6 +113,8 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
                 f"replaying step {at} from the checkpoint of step {start.step}, with batches "
                 f"{_listed(numbers)}"
             )
+            # Local checkpoints are passed over: they are of the run's newest steps, and a run that
+            # uses the folder meanwhile removes them.
             clock.enter(Phase.STEPPING)
             for done, number in enumerate(numbers, start.step + 1):
                 state, metrics = programs.take(state, data.batch(number))
@@ -119,6 +122,7 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
                     state = programs.exchange(state)
             metrics = step.combine_metrics(metrics) if step.combine_metrics else metrics
             figures = {name: float(metrics[name]) for name in FIGURES}
+    # A different mesh sums in another order, which is no difference that a user has to look into.
     rounding = ROUNDING[config.precision.compute]
     if config.precision.matmul != "compute":
         rounding = max(rounding, ROUNDING_FP8)
@@ -131,6 +135,8 @@ def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:
 
     Backwards from a logged step numbers are consecutive up to a roll-back.
     """
+    # Example: step 70 is logged with batch 74, since the run went back from step 65 to step 60 and
+    # passed over 5 batches. Backwards, steps 70, 69, … 61 have batches 74, 73, … 65.
     numbers: dict[int, int] = {}
     for at in reversed(steps):
         if at in recorded.batches:

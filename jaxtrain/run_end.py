@@ -30,7 +30,7 @@ def log_results(
     config: ResolvedConfig, corpus: Corpus, checkpoints: epath.Path, validation_loss: float | None
 ) -> None:
     """Logs, in process 0, the last validation loss next to the corpus's entropy, and a sample of
-    the last checkpoint's model. config: resolved"""
+    the last checkpoint's model"""
     if not cluster.is_main():
         return
     if validation_loss is not None:

@@ -1,9 +1,8 @@
 """The state of a run before its first step: of a published model, or from the seed; and the file of
 a state on disk."""
 
-import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.devices import cluster
@@ -20,6 +19,8 @@ from jaxtrain.training.step import Step
 def state_on_disk(step: Step) -> Iterator[None]:
     """A context in which the file of the optimizer's state is open, if that is on disk. Every
     process must call this. Raises StateFileError in all of them."""
+    # The layout has this object from the beginning, because the state's shapes name it; the file
+    # is opened only for a run, not for a dry run.
     file = step.layout.disk
     if not file:
         yield
@@ -35,8 +36,10 @@ def open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | No
     random ones. Every process must call this. Raises HfError in all of them."""
     if resumes or not config.train.init_from:
         return None
+    # Opened, which checks files and names, and not yet read: that takes the state's layout.
     weights = importing.open_together(config)
-    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, config), HfError)
+    name, size = config.data.tokenizer, config.model.vocab_size
+    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, name, size), HfError)
     cluster.log(*(f"note: {note}" for note in run.notes))
     return weights
 
@@ -44,18 +47,9 @@ def open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | No
 def make_state(config: ResolvedConfig, step: Step, weights: PublishedWeights | None) -> TrainState:
     """The state before the first step; every process must call this. weights: of
     `train.init_from`, if they are open"""
+    # An earlier state's numbers may be in the file: a run that goes back to its beginning.
     if step.layout.disk:
         step.layout.disk.clear()
     if config.train.init_from:
         return importing.read_together(weights or importing.open_together(config), step)
     return initial_state(step.layout, step.optimizer, config.train.seed)
-
-
-def prepared_state(
-    begin: Callable[[], TrainState],
-    imported: TrainState | None,
-    initial: concurrent.futures.Future[TrainState] | None,
-) -> TrainState:
-    """The state of a new run: imported before, or initialized while the step was compiled; or made
-    now, if all local checkpoints that the run expected turned out to be damaged."""
-    return imported or (initial.result() if initial else begin())

@@ -44,10 +44,13 @@ def introduction(config: ResolvedConfig, step: Step) -> list[str]:
     case = kernels.attention_case(
         target_device_of(device), m, d, config.mesh, config.parallel, config.precision
     )
+    # Which kernels run depends on the device and the shapes, not on a setting alone, so a user
+    # cannot tell from the config.
     lines += [
         *kernels.describe_products(config.precision, case.device),
         *kernels.describe(m, case),
     ]
+    # Below 1 % it is norms' scales and biases, which nobody would shard.
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         lines.append(
@@ -113,12 +116,12 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
     """Lines about a compiled step: its memory, if the platform reports it, and the seconds of
     tracing and compiling."""
     settings: Any = jax.config  # its attributes have no declared types
-    again = (
+    not_kept = (
         ""
         if settings.jax_enable_compilation_cache
         else " (again at each start: compiled programs are not kept)"
     )
-    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{again}"]
+    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{not_kept}"]
     if memory := compiled_memory(compiled):
         state = mebibytes(bytes_per_device(step.abstract_state()))
         lines.insert(
@@ -140,6 +143,7 @@ def when_compiled(
     others: compilations that have to end too: a GPU's compiler tries kernels out on the device,
     which has to be idle then.
     """
+    # The step first, which takes longest: the others have mostly ended by then.
     programs = compiling.result()
     for other in others:
         other.result()

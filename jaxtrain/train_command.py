@@ -12,7 +12,7 @@ import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
-from jaxtrain.config import Config, flags, one_line
+from jaxtrain.config import Config, flags
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import elastic_notes
@@ -60,17 +60,14 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         # Until there is something to save, Ctrl-C ends the process at once: Python would not see it
         # during compilation, and drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        with cli.refused_settings(), out_of_memory.named():
-            status = run(*parse(argv), WallClock(began))
-    except RunError as error:
-        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
+    ended = cli.reported(lambda: run(*parse(argv), WallClock(began)))
+    if isinstance(ended, RunError):
         if "jaxtrain.devices.cluster" not in sys.modules:  # the others wait for this process
             with contextlib.suppress(RunError):
                 reading = flags.read_flags(argv, "", flags.CLUSTER_FLAGS, with_config=False)
-                peers.meet(**job(reading.namespace, os.environ), refusal=str(error))
-        return _leave(error.status)
-    return _leave(ExitStatus.INTERRUPTED) if status is None else status
+                peers.meet(**job(reading.namespace, os.environ), refusal=str(ended))
+        return _leave(ended.status)
+    return _leave(ExitStatus.INTERRUPTED) if ended is None else ended
 
 
 def check_flags(flags: types.SimpleNamespace, config: Config) -> None:

@@ -591,7 +591,7 @@ def test_help_names_everything(capsys):
     text = " ".join(out.split())
     for path, field in cfg.fields().items():
         assert f"--config.{path}: {cfg.plain_type(field.type)} = " in text
-        assert field.metadata["doc"] in text
+        assert cfg.setting_of(field).doc in text
     for flag in (*flags.SHARED_FLAGS, *EXTRA):
         assert f"--{flag.name}=" in text and flag.doc in text
 

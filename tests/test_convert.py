@@ -269,9 +269,9 @@ def test_a_folder_that_exists_stays(imported, tmp_path, capsys):
 def test_a_model_with_a_further_parameter(imported, tmp_path, capsys, monkeypatch):
     """A checkpoint of other code is refused by the array's name: the rest of it is no model."""
     shutil.copytree(imported / "run", tmp_path / "run")
-    shapes = manifest.shapes
+    shapes = manifest.shapes_of
     more = {"optimizer/1/mu/head/scale": (32,), "params/head/scale": (32,)}
-    monkeypatch.setattr(manifest, "shapes", lambda values: {**shapes(values), **more})
+    monkeypatch.setattr(manifest, "shapes_of", lambda values: {**shapes(values), **more})
     line = "not complete: 0 (its state has params/head/scale, which its config's model does not"
     for step in ("-1", "0"):
         words = (tmp_path / "out", f"--workdir={tmp_path / 'run'}", f"--step={step}")

@@ -381,7 +381,7 @@ def test_flags_of_random_choices_that_are_not_made(given, unused):
 )
 def test_metas_that_do_not_say_enough(meta, message):
     good = {"config": configs.to_dict(small.config()), "tokenizer": ByteTokenizer().describe()}
-    assert generate.understand(Meta.from_json(good), "7", "run")[0] == small.config()
+    assert generate.understand(Meta.from_json(good), "7", "run")[0] == small.config().to_store()
     with pytest.raises(ValueError, match=message):
         generate.understand(Meta.from_json(good | meta), "7", "run")
 

@@ -112,7 +112,7 @@ def test_another_learning_rate(tmp_path):
     another one."""
     ran = configs.replace(
         configs.Config(), {"train.steps": 60, "optimizer.warmup_steps": 10}
-    ).resolve()
+    ).fill()
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(ran)))
     rate = float(learning_rate(ran.optimizer, 60)(59))
 

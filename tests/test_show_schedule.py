@@ -17,12 +17,13 @@ import pytest
 from by_hand.fuzz_configs import suggested
 from support import ROOT
 
-from jaxtrain import cli
+from jaxtrain import cli, schedule_flags
 from jaxtrain import show_schedule as schedule
 from jaxtrain.config.flags import read_flags, settled
 from jaxtrain.schedule.by_name import NAMES
 from jaxtrain.schedule.orders import SCHEDULES
-from jaxtrain.show_schedule import FLAGS, check_flags, shown_by
+from jaxtrain.schedule_flags import FLAGS, check_flags
+from jaxtrain.show_schedule import shown_by
 
 KEYS = {
     "ticks",
@@ -323,7 +324,7 @@ def test_the_pictures_in_docs_are_of_the_present_tables(name, tmp_path):
 )
 def test_what_is_too_large_is_refused_with_what_is_not(monkeypatch, capsys, flags, use):
     """By a bound that tables are made for in no time; the real one allows some ten seconds."""
-    monkeypatch.setattr(schedule, "MOST_CELLS", 400)
+    monkeypatch.setattr(schedule_flags, "MOST_CELLS", 400)
     assert schedule.main(flags) == 2
     line = capsys.readouterr().err.strip()
     assert "is more than 400 tasks: use " in line and line.rpartition(": use ")[2] == use
@@ -332,8 +333,8 @@ def test_what_is_too_large_is_refused_with_what_is_not(monkeypatch, capsys, flag
 
 def test_a_comparison_makes_many_tables_and_has_a_lower_bound(monkeypatch, capsys):
     """All schedules of as many tasks as one may have took minutes."""
-    assert schedule.MOST_COMPARED_CELLS < schedule.MOST_CELLS
-    monkeypatch.setattr(schedule, "MOST_COMPARED_CELLS", 200)
+    assert schedule_flags.MOST_COMPARED_CELLS < schedule_flags.MOST_CELLS
+    monkeypatch.setattr(schedule_flags, "MOST_COMPARED_CELLS", 200)
     assert schedule.main(["--compare", "--microbatches=46"]) == 2
     line = capsys.readouterr().err.strip()
     assert "--microbatches=46 with" in line and "is more than 200 tasks" in line

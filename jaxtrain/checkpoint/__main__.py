@@ -191,7 +191,8 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     verified: dict[str, int] = {}  # step → bytes
     damaged: list[str] = []
     seen: set[str] = set()
-    # again where a run has deleted all, and saved others
+    # A run may go on meanwhile, and delete every step of the first look before it is read. Then the
+    # folder is looked at again, and only its newest step is read, which lives longest.
     for newest_first in (False, *[True] * LOOKS):
         folders = [folder for folder in of.folders() if folder.name not in seen]
         seen |= {folder.name for folder in folders}
@@ -414,7 +415,9 @@ def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     run = of.directory.parent if of.directory.name == "checkpoints" else of.directory
     try:
         with contextlib.ExitStack() as locked:
-            if flags.yes and not scheme_of(run):  # a store has no locks
+            # What to delete is decided under the lock: a run would save and delete meanwhile. A
+            # store has no locks.
+            if flags.yes and not scheme_of(run):
                 lock = RunLock(run)
                 lock.take()
                 locked.callback(lock.release)

@@ -11,6 +11,8 @@ every few steps and lost with the machine.
 A file has the shards of one process, each once even if several of its devices hold it, and a
 checksum for each. A save needs no collective and no agreement between processes: the next run finds
 out which shards all processes together have (local_restore.py). Files of other runs are left alone.
+
+Begin with `LocalCheckpointer.save`, and with `read_index` for the file's format.
 """
 
 import concurrent.futures
@@ -45,7 +47,7 @@ MAGIC = b"JTLOCAL1"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ShardBytes:
     """The bytes of a shard in a file, and their checksum."""
 
     path: pathlib.Path
@@ -59,14 +61,15 @@ class FileIndex:
     """The index of a file.
 
     fingerprint: of the state's layout (Shards.fingerprint)
-    start: the id of the start of the run that wrote it: files of two starts are never combined
+    start: the id of the start of the run that wrote it: files of two starts are never combined,
+      for a start with other settings has other numbers for the same step
     meta: a checkpoint's meta, as JSON
     """
 
     fingerprint: str
     start: str
     meta: dict[str, Any]
-    places: dict[Shard, Place]
+    places: dict[Shard, ShardBytes]
 
 
 class DamagedError(Exception):
@@ -132,10 +135,13 @@ class LocalCheckpointer:
         self._writing: concurrent.futures.Future[None] | None = None
         self._saved: list[int] = []
         self._failed = False
-        # links, which lead to what is not this run's, and what a killed process was writing
+        # Removed: links, which lead to files that are not this run's, and files that a killed
+        # process was writing.
         links = [path for path in (self._run, self._folder) if path.is_symlink()]
         for path in links or self._folder.glob(".*"):
             path.unlink(missing_ok=True)
+        # Files of later steps belong to a course that this start does not take: after a kill they
+        # could pass for its own.
         self.give_up(after)
 
     def give_up(self, after: int) -> None:
@@ -158,17 +164,19 @@ class LocalCheckpointer:
           state: a pytree of jax.Array, whose layout is that of `shards`.
           meta: a JSON object.
         """
+        # Before the copies are made: two copies of the state would be in the host's memory, and on
+        # a RAM disk files are memory, too.
         self.wait()
         self._remove_old()
         leaves = jax.tree.leaves(state)
-        held = {
+        data_of = {
             leaf: {shard.device: shard.data for shard in leaves[leaf].addressable_shards}
             for leaf in self._shards.leaves
         }
         copies = []
         for shard in self._needed:
             devices = self._shards.devices[shard]
-            data = next(held[shard.leaf][d] for d in devices if d in held[shard.leaf])
+            data = next(data_of[shard.leaf][d] for d in devices if d in data_of[shard.leaf])
             data.copy_to_host_async()  # all copies are under way before the first is waited for
             copies.append((shard, data))
         numbers = [(shard, to_host(data)) for shard, data in copies]
@@ -198,6 +206,9 @@ class LocalCheckpointer:
         size = sum(array.nbytes for _, array in numbers)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # No fsync: the folder is lost with its machine, and after a kill of the process alone
+            # the system still has what was written. A file that a crash of the machine has cut off
+            # is known by its checksums.
             with open(unfinished, "wb") as file:
                 _write_file(file, numbers, self._head | {"meta": meta})
             os.rename(unfinished, self._folder / str(step))
@@ -228,6 +239,7 @@ class LocalCheckpointer:
 
 
 def _write_file(file: Any, numbers: list[tuple[Shard, np.ndarray]], index: dict[str, Any]) -> None:
+    # The index comes last, since it has the checksums of shards that are written as they come.
     places, offset = [], 0
     while numbers:  # each copy is freed as it is written
         shard, array = numbers.pop(0)
@@ -255,6 +267,8 @@ def read_index(path: pathlib.Path) -> FileIndex:
     """The index of a file. Raises DamagedError if it cannot be read, or is not as it was
     written."""
     try:
+        # From the end: the last bytes say where the index begins. Everything is checked before it
+        # is used, because the file may be cut off anywhere or be no checkpoint at all.
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - _TAIL.size, 0))
@@ -271,7 +285,7 @@ def read_index(path: pathlib.Path) -> FileIndex:
     try:
         values = parse_json(index)
         places = {
-            Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(path, *place)
+            Shard(leaf, tuple((start, stop) for start, stop in bounds)): ShardBytes(path, *place)
             for leaf, bounds, *place in values["places"]
         }
         return FileIndex(values["fingerprint"], values["start"], values["meta"], places)
@@ -279,19 +293,18 @@ def read_index(path: pathlib.Path) -> FileIndex:
         raise DamagedError(f"{path} has an index that jaxtrain does not write") from None
 
 
-def read_shard(place: Place, shard: Shard, dtype: np.dtype) -> np.ndarray:
+def read_shard(stored: ShardBytes, shard: Shard, dtype: np.dtype) -> np.ndarray:
     """A shard's numbers. Raises DamagedError if they cannot be read, or are not those that were
     written."""
     numbers = np.empty(shard.shape, dtype)
     data = numbers.reshape(-1).view(np.uint8).data
     try:
-        with open(place.path, "rb") as file:
-            file.seek(place.offset)
+        with open(stored.path, "rb") as file:
+            file.seek(stored.offset)
             read = file.readinto(data)
     except OSError as error:
-        raise DamagedError(f"{place.path} cannot be read ({error.strerror})") from None
-    if (read, place.size) != (data.nbytes, data.nbytes) or zlib.crc32(data) != place.crc32:
-        raise DamagedError(
-            f"{place.path} is damaged at bytes {place.offset:,} to {place.offset + place.size:,}"
-        )
+        raise DamagedError(f"{stored.path} cannot be read ({error.strerror})") from None
+    if (read, stored.size) != (data.nbytes, data.nbytes) or zlib.crc32(data) != stored.crc32:
+        end = stored.offset + stored.size
+        raise DamagedError(f"{stored.path} is damaged at bytes {stored.offset:,} to {end:,}")
     return numbers

@@ -10,6 +10,11 @@ shards on the devices.
 
 If a shard is lost everywhere, all processes try the next older step; if none is left, no process
 restores anything.
+
+Begin with `LocalFiles.candidates`, then `LocalFiles.restore`. Example: of four processes, 0 and 2
+hold the shards of stage 0, and 1 and 3 those of stage 1. The machine of process 2 is replaced. Its
+`lost` are all of its shards; process 0 has them; so the first device of process 0 with such a shard
+contributes it to the sum, and all others add zeros.
 """
 
 import dataclasses
@@ -28,7 +33,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint.local import DamagedError, Place, files_of, read_index, read_shard
+from jaxtrain.checkpoint.local import DamagedError, ShardBytes, files_of, read_index, read_shard
 from jaxtrain.checkpoint.regions import Leaf, Shard, Shards
 from jaxtrain.checkpoint.steps import CheckpointError, Meta
 from jaxtrain.devices import cluster, host_memory
@@ -73,7 +78,7 @@ class LocalFiles:
         self._needed = shards.needed_by(jax.process_index())
         # of this machine, by step
         self._metas: dict[LocalStep, dict[str, Any]] = {}
-        self._places: dict[LocalStep, dict[Shard, Place]] = {}
+        self._places: dict[LocalStep, dict[Shard, ShardBytes]] = {}
         self._of_others: set[int] = set()  # steps of another layout or model
         fingerprint = shards.fingerprint()
         for path, step in files_of(folder):
@@ -98,6 +103,8 @@ class LocalFiles:
 
         Logs why other steps that some process has cannot be used.
         """
+        # Every process takes part in every exchange below, with files or without, and goes through
+        # the same steps in the same order: otherwise one would wait for the others for ever.
         others = {step for of_one in cluster.gather([*self._of_others]) for step in of_one}
         for step in sorted(step for step in others if after < step < before):
             cluster.log(
@@ -112,6 +119,7 @@ class LocalFiles:
         for saved in sorted(owners, reverse=True):
             if not after < saved.step < before:
                 continue
+            # A replaced machine has no meta of this step: the first process that has one gives it.
             owner = owners[saved]
             mine = self._metas[saved] if jax.process_index() == owner else None
             meta = Meta(**cluster.gather(mine)[owner])
@@ -128,6 +136,8 @@ class LocalFiles:
         """The first of the candidates that all processes together have undamaged, on the devices;
         None if there is none, which is told by a line."""
         for saved in candidates:
+            # Read before it is known whether the others have their shards: checksums show damage
+            # only now, and a process may be the only one to see it.
             arrays, damaged = self._read(saved)
             lost = self._gather_lost(damaged)
             if why := self._lost_everywhere(lost):
@@ -151,12 +161,13 @@ class LocalFiles:
     def _gather_lost(self, lost: set[Shard]) -> dict[int, list[Shard]]:
         """Process → the shards that it needs and does not have, for all processes that lack some.
         lost: this process's."""
-        missing = [place for place, shard in enumerate(self._needed) if shard in lost]
+        # As numbers in an order that all processes know, so that the message is short.
+        missing = [number for number, shard in enumerate(self._needed) if shard in lost]
         gathered: dict[int, list[Shard]] = {}
-        for process, places in enumerate(cluster.gather(missing)):
-            if places:
+        for process, numbers in enumerate(cluster.gather(missing)):
+            if numbers:
                 needed = self.shards.needed_by(process)
-                gathered[process] = [needed[place] for place in places]
+                gathered[process] = [needed[number] for number in numbers]
         return gathered
 
     def _lost_everywhere(self, lost: dict[int, list[Shard]]) -> str:
@@ -210,10 +221,13 @@ class LocalFiles:
         incomplete = {shard.leaf for shard in givers}
         leaves = []
         for index, leaf in sorted(self.shards.leaves.items()):
+            # popped, so that a leaf's old shards are freed once the sum has replaced them
             mine = {
                 device: shards.pop(index) for device, shards in arrays.items() if index in shards
             }
             if index in incomplete:
+                # One device gives each distinct shard, also those that nobody has lost: the sum
+                # replaces the shards of all devices of the leaf.
                 giving = {
                     givers.get(shard) or devices[0]
                     for shard, devices in self.shards.devices.items()
@@ -237,6 +251,7 @@ def give_copies(
     All processes call this at the same point. mine: the shards that this process's devices have.
     Memory for two more shards is needed on each device meanwhile.
     """
+    # The sum is a program of the devices: a leaf in the host's memory is moved to theirs and back.
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     mesh, on_device = sharding.mesh, NamedSharding(sharding.mesh, sharding.spec)
@@ -278,6 +293,7 @@ def _sum_of_copies(numbers: jax.Array, flag: jax.Array, mesh: Mesh, spec: P) -> 
     copies = [axis for axis in mesh.axis_names if axis not in names]
 
     def on_each(x: jax.Array, flag: jax.Array) -> jax.Array:
+        # As integers: −0.0 + 0.0 is 0.0, and a NaN or an infinity times the flag 0 is NaN.
         bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
         # In 32 bits: not every backend adds up fewer.
         summed = psum(bits.astype(jnp.uint32) * flag[0], copies)

@@ -86,7 +86,7 @@ class RunCheckpoints:
         log: Callable[[str], object],
     ):
         folder, self._step = candidates.chosen.folder, candidates.step
-        self._directory, self._config = folder.directory, folder.config
+        self._directory, self._config = folder.directory, folder.run.config
         self._corpus, self._new_state = candidates.corpus, candidates.new_state
         self._detector, self._wall_s = detector, wall_s
         self._finite = Finiteness(self._step.mesh)
@@ -106,16 +106,6 @@ class RunCheckpoints:
             self._local = LocalCheckpointer(
                 local.files.folder, local.files.shards, local.start_id, start.step, log
             )
-
-    @property
-    def busy(self) -> bool:
-        """True while a persistent save is under way in this process."""
-        return self.persistent.busy
-
-    @property
-    def longest_s(self) -> float:
-        """The seconds that the longest persistent save has taken; 0 before the first has ended."""
-        return self.persistent.longest_s
 
     def save(
         self, at: int, state: TrainState, position: int, persistent: bool, locally: bool
@@ -239,7 +229,7 @@ class Checkpointer:
         self._unsaved: Outcome | None = None  # a save that could not begin, if none has begun since
         self._is_last = False  # whether the save that is under way is waited for as the last one
         self._ended: list[Outcome] = []  # of saves whose figures were not asked for
-        self.longest_s = 0.0  # of the saves that have succeeded
+        self.longest_s = 0.0  # of the saves that have succeeded; 0 before the first
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
         """Begins to save, and returns once the state is copied to the host: it may be changed or
@@ -270,6 +260,8 @@ class Checkpointer:
         """
         began = time.monotonic()
         if self._steps is None:
+            # Not when the run starts: until it saves, it changes nothing in the folder. Process 0
+            # alone deletes and renames, so no process ever finds another one's work half done.
             tidied = cluster.from_main(self._tidy_up, CheckpointError)
             if tidied["why"]:
                 self._unsaved = Outcome(step, tidied["why"], 1, time.monotonic() - began)
@@ -279,11 +271,13 @@ class Checkpointer:
             self._steps, self._unsaved = set(tidied["steps"]), None
             # by now they have other names, and theirs may be those of complete steps
             self._broken = ()
+        # One save at a time: two would hold two copies of the state in the host's memory.
         self.close()
         if step in self._steps:
             return False
         arrays = tree()
         self._number += 1
+        # Noted before it is complete, on every process alike; `_settle` takes a failed one out.
         self._steps.add(step)
         save = Save(self._number, step, arrays, meta, time.monotonic() - began)
         self._thread = SaveThread(self._directory, save, self._prepare, self._conclude)
@@ -328,6 +322,7 @@ class Checkpointer:
 
     def set_aside_after(self, step: int, why: str) -> None:
         """Gives every checkpoint of a later step another name, once no save is under way."""
+        # A save that ended after the renames would bring a later step back.
         self.close()
         self._steps = None  # the next save looks again
         # A step that is saved again has the figures of its second save alone.
@@ -360,6 +355,7 @@ class Checkpointer:
         """Waits for the save that is under way, if one is, and notes how it ended."""
         if self._thread is None:
             return None
+        # Dropped first: `wait` may raise a fault of the program, and `close` is called again then.
         thread, self._thread = self._thread, None
         outcome = thread.wait()
         self._ended.append(outcome)
@@ -379,6 +375,7 @@ class Checkpointer:
 
     def _conclude(self, outcome: Outcome) -> None:
         """After a save has ended, in its thread."""
+        # Steps are deleted only when a newer one is complete, so a failed save costs none of them.
         if outcome.why and self._is_last:
             return  # whoever waits for it is told
         if outcome.why:
@@ -423,6 +420,8 @@ class Checkpointer:
                     retention.delete(list(filter(is_unfinished, self._directory.iterdir())))
             for entry in broken.values():
                 path = self._directory / entry.name
+                # What is left of an interrupted deletion is deleted if enough newer steps are
+                # complete that the policy would not retain it; all else is set aside, not lost.
                 newer = sum(step > (entry.step or 0) for step in complete)
                 if newer >= self._keep.newest and retention.is_remainder(path):
                     with contextlib.suppress(OSError):
@@ -450,6 +449,7 @@ class Checkpointer:
             self._log(f"warning: {otherwise} ({why})")
 
     def _set_aside(self, name: str, why: str) -> None:
+        # Never over an entry that was set aside before: it may be the only copy of its step.
         number = 1
         while stores.exists(self._directory / f"{name}{BROKEN}{number}"):
             number += 1

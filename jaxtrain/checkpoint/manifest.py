@@ -21,6 +21,8 @@ Every byte of a step has a checksum in one place. A piece of an array has its ch
 which is compared when the array is read. The other bytes are few, and are compared with the
 manifest when a step is chosen: entire files, and in a file with pieces the bytes between them (the
 database's tree, and parts of it that are no longer in use).
+
+Begin with `write` and `damages` for the manifest, and with `read_database` for the database.
 """
 
 import concurrent.futures
@@ -85,12 +87,15 @@ def write(step: epath.Path) -> None:
     """Writes the manifest of a step, of which everything else is written. Raises OSError or
     DatabaseError where that cannot be read, or where an array lacks pieces: one of the processes
     has not written, or elsewhere."""
-    pieces = _pieces(read_database(step / STATE))
+    # The bytes of pieces are left out: to read a large model back would take as long as the save,
+    # and TensorStore checks them whenever it reads them.
+    pieces = _pieces(read_database(step / STATE).values)
 
     def look(path: str) -> StoredFile:
         size = size_within(step, path)
         return StoredFile(size, _checksum(step / path, pieces.get(path, [])), path in pieces)
 
+    # in an order that does not depend on the file system
     paths = sorted(path for path in files_below(step) if path != FILE)
     (step / FILE).write_bytes(_encode(dict(zip(paths, _at_once(look, paths), strict=True))))
 
@@ -129,6 +134,8 @@ def read(step: epath.Path) -> Files:
         values = parse_json(content)
         if values["version"] == FORMAT:
             files = {path: StoredFile(**file) for path, file in values["files"].items()}
+            # Byte by byte: a manifest that reads well may still have keys twice or numbers in
+            # another form. Unprintable paths would break the one-line errors that name them.
             if content == _encode(files) and all(
                 path.isprintable() and type(file.size) is type(file.crc32) is int
                 for path, file in files.items()
@@ -163,12 +170,9 @@ def damages(step: epath.Path, files: Files) -> Iterator[str]:
     yield from filter(None, _at_once(damage, list(files)))
 
 
-def damages_between_pieces(
-    step: epath.Path, files: Files, values: Sequence["DatabaseValue"]
-) -> Iterator[str]:
-    """The damage between the pieces of files that have some, file by file, in words. values: of the
-    step's database."""
-    pieces = _pieces(values)
+def damages_between_pieces(step: epath.Path, files: Files, database: "Database") -> Iterator[str]:
+    """The damage between the pieces of files that have some, file by file, in words."""
+    pieces = _pieces(database.values)
 
     def damage(path: str) -> str:
         try:
@@ -212,6 +216,7 @@ def _checksum(file: epath.Path, without: Sequence[tuple[int, int]]) -> int:
     """The CRC-32 of a file's bytes without these ranges, which are in order and may touch."""
     crc32 = 0
     starts, stops = [start for start, _ in without], [stop for _, stop in without]
+    # The ranges between: from 0 or a piece's end to the next piece's begin or the file's end.
     with file.open("rb") as stream:
         for at, end in zip([0, *stops], [*starts, sys.maxsize], strict=True):
             stream.seek(at)
@@ -244,8 +249,17 @@ class DatabaseValue:
     stop: int = 0
 
 
-def read_database(folder: epath.Path) -> list[DatabaseValue]:
-    """All values of the newest version of the database in a state's folder.
+@dataclasses.dataclass(frozen=True)
+class Database:
+    """The newest version of a state's database. shapes: array → shape, by the names in memory,
+    "params/embed/table"."""
+
+    values: list[DatabaseValue]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def read_database(folder: epath.Path) -> Database:
+    """The database in a state's folder.
 
     Raises DatabaseError if something of it is missing, cut off or damaged, or if an array lacks
     pieces. The numbers are not looked at.
@@ -255,6 +269,8 @@ def read_database(folder: epath.Path) -> list[DatabaseValue]:
     try:
         for value in _values(folder):
             values.append(value)
+            # A file is asked for its size once, however many pieces lie in it: in a store each
+            # question is a request.
             if value.inline is None:
                 if value.file not in sizes:
                     sizes[value.file] = size_within(folder.parent, f"{folder.name}/{value.file}")
@@ -273,11 +289,10 @@ def read_database(folder: epath.Path) -> list[DatabaseValue]:
         raise DatabaseError(f"cannot be read: {error.strerror}") from None
     except ValueError as error:  # TensorStore's, for whatever it cannot make sense of
         raise DatabaseError(no_damage(error) or "is damaged") from None
-    shapes(values)
-    return values
+    return Database(values, shapes_of(values))
 
 
-def shapes(values: Sequence[DatabaseValue]) -> dict[str, tuple[int, ...]]:
+def shapes_of(values: Sequence[DatabaseValue]) -> dict[str, tuple[int, ...]]:
     """Array → shape, by the names in memory, "params/embed/table". Raises DatabaseError for a
     description without a shape, and for an array that lacks pieces: zeros are stored, too."""
     sizes = {v.key: v.stop - v.start if v.inline is None else len(v.inline) for v in values}
@@ -291,7 +306,8 @@ def shapes(values: Sequence[DatabaseValue]) -> dict[str, tuple[int, ...]]:
                 grid = [-(-size // part) for size, part in zip(shape, piece, strict=True)]
             except (ValueError, KeyError, TypeError, ZeroDivisionError):
                 raise DatabaseError(f"has an array {match[1]} without a shape") from None
-            # a number has up to 16 bytes, and a piece its checksum
+            # Bounds of a piece's stored bytes: a number has 1 to 16, and the checksum 4 more. The
+            # number of pieces is compared first, since a damaged shape may ask for 10¹⁵ of them.
             least, most = math.prod(piece), 16 * math.prod(piece) + 16
             if math.prod(grid) > len(sizes) or not all(
                 least < sizes.get("/".join([f"{match[1]}/c", *map(str, index)]), 0) <= most
@@ -311,6 +327,8 @@ def _values(folder: epath.Path) -> Iterator[DatabaseValue]:
     nodes = [("", root["location"])] if "location" in root else []
     while nodes:
         prefix, location = nodes.pop()
+        # Checked before TensorStore reads it entirely: it ends the process where memory does not
+        # suffice.
         file, start, stop = _place(location)
         if stop > min(size_within(folder.parent, f"{folder.name}/{file}"), start + MOST_BYTES):
             raise ValueError(f"{file} is cut off")

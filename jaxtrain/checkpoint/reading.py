@@ -1,18 +1,21 @@
 """Stored arrays read as numpy, piece by piece, by this process: to verify a step, to describe its
-arrays, or to compare those of two steps. No jax, and no device."""
+arrays, or to compare those of two steps. No jax, and no device.
+
+Begin with `open_arrays` and `read`; the others say what is done with the numbers.
+"""
 
 import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, retention, steps
-from jaxtrain.checkpoint.manifest import STATE, DatabaseError, DatabaseValue, ManifestError
+from jaxtrain.checkpoint.manifest import STATE, Database, DatabaseError, ManifestError
 from jaxtrain.checkpoint.steps import CheckpointError, UnrecognizedEntry
 from jaxtrain.checkpoint.stores import kvstore, no_damage
 
@@ -46,19 +49,19 @@ class Difference:
     count: int
 
 
-def open_arrays(folder: epath.Path, values: Sequence[DatabaseValue]) -> dict[str, ts.TensorStore]:
+def open_arrays(folder: epath.Path, database: Database) -> dict[str, ts.TensorStore]:
     """Opens the arrays of a step, by name; their numbers are not read yet.
-
-    values: the entries of the step's database
 
     Raises DatabaseError for a damaged description, CheckpointError for one that cannot be read.
     """
+    # Without a cache: every piece is read once, and a cache would keep a model in memory.
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
     opening = {}
-    for value in values:
+    for value in database.values:
         key, _, description = value.key.rpartition("/")
         if description == "zarr.json":
             store = {"driver": "ocdbt", "base": kvstore(folder / STATE), "path": f"{key}/"}
+            # By default TensorStore fills a missing piece with zeros; here that is damage.
             spec = {"driver": "zarr3", "kvstore": store, "fill_missing_data_reads": False}
             opening[key.replace(".", "/")] = ts.open(spec, open=True, context=context)
     try:
@@ -92,6 +95,8 @@ def read(array: ts.TensorStore) -> Iterator[tuple[PieceIndex, np.ndarray | None]
     bytes_each = math.prod(piece_shape(array)) * array.dtype.numpy_dtype.itemsize
     most = max(READ_BYTES // max(bytes_each, 1), 1)
     indices = _pieces(array)
+    # So many pieces are read ahead that the disk or the store is busy, but no more bytes than
+    # READ_BYTES are in memory.
     under_way = collections.deque(
         (index, array[index].read()) for index in itertools.islice(indices, most)
     )
@@ -115,6 +120,8 @@ def nbytes(array: ts.TensorStore) -> int:
 def verify(folder: epath.Path, progress: Callable[[int, int], object]) -> list[str] | None:
     """Reads every byte of a step. Returns a text for each damage, [] for none; None if a run has
     deleted the step meanwhile. progress: as in `damages`."""
+    # Asked first: a run deletes a step's manifest before its other files, so a step that had one
+    # and lacks something now may be under deletion, which is no damage.
     had_manifest, meta = (folder / manifest.FILE).exists(), steps.look_at(folder)
     if isinstance(meta, UnrecognizedEntry):
         damage = [meta.why]
@@ -144,12 +151,12 @@ def damages(folder: epath.Path, progress: Callable[[int, int], object]) -> Itera
         yield str(error)
     yield from manifest.damages(folder, files)
     try:
-        values = manifest.read_database(folder / STATE)
-        arrays = open_arrays(folder, values)
+        database = manifest.read_database(folder / STATE)
+        arrays = open_arrays(folder, database)
     except DatabaseError as error:
         yield f"{STATE} {error}"
         return
-    yield from manifest.damages_between_pieces(folder, files, values)
+    yield from manifest.damages_between_pieces(folder, files, database)
     total, done = sum(map(nbytes, arrays.values())), 0
     for name, array in arrays.items():
         for index, numbers in read(array):
@@ -194,6 +201,7 @@ def difference(a: ts.TensorStore, b: ts.TensorStore) -> Difference:
         if differs.any():
             x, y = x[differs], y[differs]
             count += x.size
+            # a NaN in one array alone gives NaN, which counts as infinite below
             with np.errstate(invalid="ignore", over="ignore"):
                 distance = np.abs(x - y)
                 share = distance / np.maximum(np.abs(x), np.abs(y))

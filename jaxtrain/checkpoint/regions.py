@@ -13,13 +13,15 @@ shard, both without a collective.
 
 A local checkpoint (local.py) has the shards as they are on a machine's devices, so only one layout
 can restore it. A shard that several processes hold (without ZeRO, parameters have copies over
-`data`)
-survives the loss of all but one of them:
+`data`) survives the loss of all but one of them:
 
       leaf 3 over stage, copies over data          process 0: (3, stage 0)   process 1: (3, stage 1)
                                                    process 2: (3, stage 0)   process 3: (3, stage 1)
 
 This module touches no file and no device: storage.py copies.
+
+Begin with `stored_arrays`, then `regions` and `writers`; `Shards` at the end is for local
+checkpoints alone.
 """
 
 import dataclasses
@@ -87,8 +89,8 @@ def stored_arrays(state: Any, stored: Any) -> list[StoredArray]:
 
     Args:
       state: a pytree of jax.Array, DiskArray or jax.ShapeDtypeStruct with shardings. Under a key
-        "layers" the next key is the local unit, and leaves are [*lead, stages, places, *layer
-        shape].
+        "layers" the next key is the local unit, and leaves are [*lead, stages, positions,
+        *layer shape].
       stored: the same tree with a Stored for each leaf.
 
     Raises:
@@ -101,6 +103,7 @@ def stored_arrays(state: Any, stored: Any) -> list[StoredArray]:
     for index, ((path, leaf), one) in enumerate(
         zip(in_memory, tree.flatten_up_to(stored), strict=True)
     ):
+        # Units of a layer's parameter become one array: it has their leaves, and their layers.
         array = _stored_array(index, path, leaf, one)
         if array.name in arrays:
             before = arrays[array.name]
@@ -113,7 +116,7 @@ def stored_arrays(state: Any, stored: Any) -> list[StoredArray]:
         arrays[array.name] = array
     for array in arrays.values():
         stacks = [leaf.stack for leaf in array.leaves if leaf.stack]
-        count = sum(len(held) for stack in stacks for held in stack.held)
+        count = sum(len(layers) for stack in stacks for layers in stack.held)
         if stacks and count != stacks[0].model:
             raise ValueError(
                 f"{array.name}: the units hold {count} of the model's {stacks[0].model} layers"
@@ -136,9 +139,9 @@ def _stored_array(index: int, path: tuple, leaf: Any, stored: Stored) -> StoredA
         raise ValueError(f"{name}: {list(leaf.shape)} does not begin with {list(lead)}")
     shape = leaf.shape[len(lead) :]
     if stack and shape[:2] != stack.shape:
-        stages, places = stack.shape
+        stages, depth = stack.shape
         raise ValueError(
-            f"{name}: {list(shape)} is no stack of {places} layers on each of {stages} stages"
+            f"{name}: {list(shape)} is no stack of {depth} layers on each of {stages} stages"
         )
     shape = shape[2:] if stack else shape
     if len(shape) != len(stored.shape) or any(size > n for n, size in zip(shape, stored.shape)):
@@ -161,13 +164,16 @@ def regions(leaf: Leaf, bounds: Bounds, stored: tuple[int, ...]) -> Iterator[Sha
       stored: the stored array's shape.
     """
     lead, bounds, stored = bounds[: leaf.lead], bounds[leaf.lead :], stored[leaf.lead :]
+    # From the outside in: dimensions of replicas are stored as they are; [stages, positions] become
+    # layers in model order, a run of them for each stage; a layer's own dimensions lose their
+    # padding, which lies at the end.
     runs = [SharedRegion((), ())]
     if leaf.stack:
         runs = list(_layer_runs(leaf.stack, bounds[0], bounds[1]))
         bounds, stored = bounds[2:], stored[1:]
     clipped = [(start, min(stop, size)) for (start, stop), size in zip(bounds, stored, strict=True)]
     if any(start >= stop for start, stop in clipped):
-        return
+        return  # the shard is all padding
     for run in runs:
         # The Ellipsis makes the result a view, for scalars too.
         yield SharedRegion(
@@ -185,12 +191,12 @@ def _from_zero(bounds: Iterable[tuple[int, int]]) -> list[slice]:
 
 
 def _layer_runs(
-    stack: Stack, stages: tuple[int, int], places: tuple[int, int]
+    stack: Stack, stages: tuple[int, int], positions: tuple[int, int]
 ) -> Iterator[SharedRegion]:
-    """The layers in a block of a unit's stack [stages, places], by stage, whose layers are
+    """The layers in a block of a unit's stack [stages, positions], by stage, whose layers are
     consecutive."""
     for stage in range(*stages):
-        if layers := stack.held[stage][slice(*places)]:
+        if layers := stack.held[stage][slice(*positions)]:
             yield SharedRegion(
                 (stage - stages[0], slice(0, len(layers))), (slice(layers.start, layers.stop),)
             )
@@ -199,11 +205,11 @@ def _layer_runs(
 def holders(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
     """The distinct shards of a leaf and the devices that hold each, on all processes and in the
     same order on each."""
-    held: dict[Bounds, list[jax.Device]] = {}
+    holding: dict[Bounds, list[jax.Device]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         bounds = tuple(i.indices(n)[:2] for i, n in zip(index, leaf.shape, strict=True))
-        held.setdefault(bounds, []).append(device)
-    return {bounds: sorted(devices, key=lambda d: d.id) for bounds, devices in held.items()}
+        holding.setdefault(bounds, []).append(device)
+    return {bounds: sorted(devices, key=lambda d: d.id) for bounds, devices in holding.items()}
 
 
 def writers(leaf: Leaf) -> dict[jax.Device, Bounds]:
@@ -213,6 +219,7 @@ def writers(leaf: Leaf) -> dict[jax.Device, Bounds]:
     Replicas take turns, leaf by leaf, so that parameters that all data shards hold are written by
     all.
     """
+    # by the leaf's index, so that no device writes all of the replicated leaves
     return {devices[leaf.index % len(devices)]: bounds for bounds, devices in holders(leaf).items()}
 
 
@@ -230,6 +237,8 @@ def piece_shape(array: StoredArray, limit: int = PIECE_BYTES) -> tuple[int, ...]
     stored = array.shape[lead + in_layers :]
     shards = [leaf.sharding.shard_shape(leaf.shape)[skip:] for leaf in array.leaves]
     unsharded = [all(shard[dim] == size for shard in shards) for dim, size in enumerate(full)]
+    # The greatest common divisor, for units may be sharded differently; a border of any of their
+    # shards is then a border of a piece. Example: shards of 6 and of 4 rows have pieces of 2.
     piece = [
         size if unsharded[dim] else math.gcd(*(shard[dim] for shard in shards))
         for dim, size in enumerate(stored)
@@ -332,6 +341,8 @@ class Shards:
     def fingerprint(self) -> str:
         """A digest that two states share exactly if the shards of one are those of the other: of
         names, shapes, types, blocks and layers."""
+        # All that decides which numbers lie at which bytes of a file: two layouts with one
+        # fingerprint can read each other's files.
         leaves = [
             (
                 self._array[index].name,
@@ -346,7 +357,7 @@ class Shards:
         blocks = [(shard.leaf, shard.bounds) for shard in sorted(self.devices)]
         stacks = {leaf.unit: leaf.stack for leaf in self.leaves.values() if leaf.stack}
         layers = [
-            [[*held, *[-1] * (stack.shape[1] - len(held))] for held in stack.held]
+            [[*run, *[-1] * (stack.shape[1] - len(run))] for run in stack.held]
             for _, stack in sorted(stacks.items())
         ]
         return hashlib.sha256(json.dumps([leaves, blocks, layers]).encode()).hexdigest()

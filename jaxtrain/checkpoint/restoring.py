@@ -58,6 +58,7 @@ def expected_shapes(config: FilledConfig) -> dict[str, tuple[int, ...]]:
 def expected_arrays(config: FilledConfig) -> list[StoredArray]:
     """The arrays of the state that a config's checkpoints hold, laid out for one device,
     which need not be there."""
+    # Only `replica` shows in stored shapes: independent replicas are stored one after the other.
     independent = config.train.diloco_inner_steps > 0
     sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
@@ -89,6 +90,7 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored: Any)
     folder = steps_folder / str(step) / STATE
     if not folder.exists():
         raise CheckpointError(f"{steps_folder} has no checkpoint of step {step}")
+    # An array on disk is a leaf: its file is filled where it is, and the same object comes back.
     arrays = stored_arrays(abstract, stored)
     return jax.tree.unflatten(
         jax.tree.structure(abstract, is_leaf=is_on_disk), read_tree(folder, arrays)
@@ -129,6 +131,7 @@ def load_parameters(
       CheckpointError: no such step, or its arrays are not this config's.
     """
     mesh = mesh or make_mesh([1] * len(AXES), jax.local_devices()[:1])
+    # The stored arrays of the prediction modules are simply not asked for.
     model = dataclasses.replace(model, mtp_depth=0)
     layout = ParameterLayout.unstaged(model, mesh, PrecisionConfig())
     abstract = jax.tree.map(

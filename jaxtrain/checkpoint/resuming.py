@@ -18,6 +18,7 @@ process reads different ones. So one process may find damage that no other sees.
 each other, and either all of them take an older step or none does.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -49,8 +50,8 @@ from jaxtrain.checkpoint.steps import (
     read_meta,
 )
 from jaxtrain.config import (
+    CheckpointConfig,
     ConfigError,
-    ResolvedConfig,
     StoredConfig,
     fields,
     get,
@@ -60,7 +61,6 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
-from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.data.tokens import Corpus
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.prepared_run import PreparedRun
@@ -81,8 +81,8 @@ def folder_of_checkpoints(settings: CheckpointConfig, workdir: pathlib.Path) -> 
 
 
 def open_folder(run: PreparedRun, before: int | None = None) -> "CheckpointFolder":
-    """The persistent checkpoints of a run; before: as in CheckpointFolder. Raises OrbaxError where
-    the installed Orbax cannot save them."""
+    """The persistent checkpoints of a run. Raises OrbaxError where the installed Orbax cannot save
+    them. before: as in CheckpointFolder"""
     check_orbax()
     return CheckpointFolder(run, folder_of_checkpoints(run.config.checkpoint, run.folder), before)
 
@@ -114,19 +114,14 @@ class StartPoint:
 class CheckpointFolder:
     """The folder of a run's persistent checkpoints, and the run that is to go on from one.
 
-    run: its config has to fit the checkpoint; an error's suggestions are changes of the requested
-    one directory: the folder or address of the checkpoints
+    run: its requested config is the one that an error's suggestions change
+    directory: the folder or address of the checkpoints
     before: only checkpoints of earlier steps than this are looked at; None: all are
     """
 
     run: PreparedRun
     directory: epath.Path
     before: int | None = None
-
-    @property
-    def config(self) -> ResolvedConfig:
-        """The run's config."""
-        return self.run.config
 
     def choose(self, damaged: Mapping[int, str] = NONE) -> "ChosenStep":
         """The newest complete persistent checkpoint; a ChosenStep without one for a new run.
@@ -145,8 +140,8 @@ class CheckpointFolder:
             )
             cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
         if choice.step is not None:
-            # A shared folder that is mounted twice, or a host's own folder of the same name, would
-            # give each process another step of the same number.
+            # Hosts can have different folders under one path, each with a step of this number; a
+            # state that is put together from both would be none.
             read = functools.partial(read_meta, self.directory, choice.step)
             digest = hashlib.sha256(repr(cluster.in_all(read, CheckpointError)).encode())
             cluster.agree({f"checkpoint {choice.step} ": digest.hexdigest()[:12]})
@@ -155,30 +150,30 @@ class CheckpointFolder:
 
     def refuse(self, meta: Meta) -> None:
         """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
-        stored, folder = self._stored_config(meta), self.config.train.init_from
+        config, stored = self.run.config, self._stored_config(meta)
+        origin = config.train.init_from
         of_model = (
             violation
-            for violation in violations(self.config, stored)
-            if folder and violation.field.startswith("model.")
+            for violation in violations(config, stored)
+            if origin and violation.field.startswith("model.")
         )
         # A model's settings come from train.init_from, so that is the setting to change.
         if violation := next(of_model, None):
             rule = (
                 f"is another model than that of {self.directory}: {violation.field}="
-                f"{get(self.config, violation.field)!r} {violation.rule}"
+                f"{get(config, violation.field)!r} {violation.rule}"
             )
-            raise ConfigError("train.init_from", folder, rule, "another --workdir")
+            raise ConfigError("train.init_from", origin, rule, "another --workdir")
         check_resume(stored, self.run.requested, self.run.environment)
 
     def _stored_config(self, meta: Meta) -> StoredConfig:
         """The config in a meta, with the run's path of the tokenizer if that is the same file, and
         with all of its data for a published model's checkpoint, which has seen none."""
-        stored, name = meta.stored_config(), self.config.data.tokenizer
+        stored, name = meta.stored_config(), self.run.config.data.tokenizer
         if not meta.step and not meta.checksum:
             data_settings = [path for path in fields() if path.startswith("data.")]
-            return replace(
-                stored, {path: get(self.config, path) for path in data_settings}
-            ).to_store()
+            data = {path: get(self.run.config, path) for path in data_settings}
+            return replace(stored, data).to_store()
         file, digest = pathlib.Path(os.path.expanduser(name)), meta.tokenizer.get("sha256")
         if digest and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
             return replace(stored, {"data.tokenizer": name}).to_store()
@@ -224,7 +219,7 @@ class ChosenStep:
         """Lists the settings that differ from those of the checkpoint."""
         if not self.choice.step:
             return
-        if changed := changes(self.choice.meta.stored_config(), self.folder.config):
+        if changed := changes(self.choice.meta.stored_config(), self.folder.run.config):
             cluster.log(
                 f"changed since the checkpoint of step {self.choice.step}:",
                 *(f"  {change}" for change in changed),
@@ -239,21 +234,18 @@ class ChosenStep:
 
         Raises CheckpointError if the run's id can be neither read nor written.
         """
-        config, local = self.folder.config, None
-        if config.checkpoint.local:
+        run, local = self.folder.run, None
+        if run.config.checkpoint.local:
             # Process 0 has the id, for the others may not see the run's own folders yet. All files
             # of a start bear one token: files of two starts are never combined.
             name, start_id = cluster.from_main(
-                lambda: (
-                    run_name(self.folder.run.folder, self.folder.directory),
-                    secrets.token_hex(4),
-                ),
+                lambda: (run_name(run.folder, self.folder.directory), secrets.token_hex(4)),
                 CheckpointError,
             )
             shards = Shards(stored_arrays(*stored_state(step)))
-            files = LocalFiles(pathlib.Path(config.checkpoint.local) / name, shards)
+            files = LocalFiles(pathlib.Path(run.config.checkpoint.local) / name, shards)
             why_not = functools.partial(self._why_not_local, corpus)
-            steps = files.candidates(self.start.step, config.train.steps, why_not)
+            steps = files.candidates(self.start.step, run.config.train.steps, why_not)
             local = LocalCandidates(files, start_id, steps)
         return Candidates(self, step, corpus, new_state, local)
 
@@ -321,10 +313,17 @@ class Candidates:
             return StartPoint(newest.step, newest.meta, f"step {newest.step}")
         return self.chosen.start
 
-    def restore(self, initialized: Callable[[], TrainState]) -> tuple[TrainState, StartPoint]:
+    def restore(
+        self, initial: concurrent.futures.Future[TrainState] | None
+    ) -> tuple[TrainState, StartPoint]:
         """The state of the newest candidate that turns out to be undamaged, and the start of the
-        run from it. initialized: gives the state of a new run, which may be made meanwhile"""
+        run from it.
+
+        initial: the state of a new run, if one is expected; it is made otherwise, where all local
+          candidates turn out to be damaged and there is no persistent one
+        """
         local = self.local.files.restore(self.local.steps) if self.local else None
+        # Local first: its candidates are newer than the chosen persistent step.
         if self.local and local:
             abstract = self.step.abstract_state().stored
             stored = jax.tree.unflatten(jax.tree.structure(abstract), local.leaves)
@@ -334,7 +333,7 @@ class Candidates:
             return with_working(self.step.layout, stored), start
         if self.chosen.start.resumes:
             return self.chosen.restore(self.step, self.corpus)
-        return initialized(), self.chosen.start
+        return (initial.result() if initial else self.new_state()), self.chosen.start
 
 
 def stored_state(step: Step) -> tuple[TrainState, TrainState]:
@@ -404,6 +403,7 @@ def restore_newest(
     while True:
         assert choice.step is not None
         restored, damage = cluster.in_all(functools.partial(read, choice.step), CheckpointError)
+        # The damage that one process has read is everybody's: all take an older step together.
         damage = next(filter(None, cluster.gather(damage)), "")
         if not damage:
             return restored, choice

@@ -63,6 +63,9 @@ def delete_others(
         complete.update([] if why else [step])
         return why
 
+    # A broken step would take the place of a good one among the newest or the best. So those that
+    # the policy would retain are checked, and it is asked again without the broken ones, until all
+    # that it retains are complete. Steps that `every` retains take no place, and are not checked.
     counted = dataclasses.replace(retention, every=0)
     while broken := {s for s in counted.retained(present, losses) - {saved} if fault(s)}:
         present = [step for step in present if step not in broken]
@@ -88,6 +91,7 @@ def delete(folders: Iterable[epath.Path]) -> None:
     cannot be deleted, after all others."""
     failures = []
     for step in folders:
+        # A failure ends the deletion of one step alone: a disk that fills up needs the others gone.
         try:
             if step.is_dir() and not os.path.islink(step):
                 (step / manifest.FILE).unlink(missing_ok=True)
@@ -134,6 +138,8 @@ def was_deleted(folder: epath.Path, had_manifest: bool) -> bool:
     """True if a step that lacks something is being deleted, as runs delete steps that they no
     longer retain: the manifest goes first (`delete`), then the rest, with no pause as long as
     DELETION_S. Waits for the end of that deletion."""
+    # Nobody says that a deletion is under way, so it is told by its progress: fewer entries at each
+    # look. One that stands still was interrupted, and what is left is damage.
     before, end = -1, 0.0
     while folder.exists():
         if had_manifest and (folder / manifest.FILE).exists():

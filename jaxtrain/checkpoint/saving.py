@@ -158,21 +158,30 @@ class SaveThread:
                 attempt += 1
             seconds, save = time.monotonic() - began, self._save
             self.outcome = Outcome(save.step, verdict.why, attempt, seconds, save.blocked_s)
+            # In this thread too: deletions in a remote store take as long as a save.
             if cluster.is_main():
                 self._after(self.outcome)
         except Exception as error:
             self._fault = self._fault or error
 
     def _attempt(self, attempt: int) -> Verdict:
-        """The answer of process 0 when all have done their part."""
+        """The answer of process 0 when all have written their shards."""
+        # Every process asks the same questions in the same order, whatever has failed on it, or the
+        # others would wait for an answer that never comes. Each attempt has questions of its own.
         question = f"save {self._save.number}/{attempt}"
+        # Nobody writes before the folder is there: to make it is to remove an earlier attempt's.
         why = cluster.told_by_main(f"{question}/folder", lambda: self._failure(self._make_folder))
+        # Process 0 has all reports only when all have written, so this is the barrier before the
+        # parts are joined.
         reports = cluster.told_to_main(f"{question}/parts", why or self._failure(self._write))
 
         def decide() -> dict:
+            # The coordination service keeps every answer, and a run has thousands of saves. All
+            # processes have begun this save, so nobody asks for the answers of the one before.
             cluster.forget(f"save {self._save.number - 1}")
             why = next(filter(None, reports), "") or self._failure(self._finish)
             if why:
+                # a full disk needs the space for the next attempt
                 self._failure(lambda: stores.remove(self._unfinished))
             last = attempt == len(RETRY_WAITS_S) or why.startswith(FAULT)
             retry = bool(why) and not last and not self._hurry.wait(RETRY_WAITS_S[attempt])
@@ -197,6 +206,8 @@ class SaveThread:
         return ""
 
     def _make_folder(self) -> None:
+        # In a store the step has its final name from the beginning: a complete step of that name,
+        # which has come since the last save, is set aside before the files of this one replace it.
         if self._in_place and not is_unfinished(self._unfinished):
             self._before(self._save.step)
         stores.remove(self._unfinished)
@@ -212,6 +223,9 @@ class SaveThread:
         tree_handler().save(self._unfinished / STATE, args=ocp.args.PyTreeSave(self._save.tree))
 
     def _finish(self) -> None:
+        # The order matters: the manifest lists every other file, so it is last; and the rename
+        # makes the step visible, so it comes after the manifest. A kill between any two lines
+        # leaves a folder that no reader takes for a step.
         folder = self._unfinished
         tree_handler().finalize(folder / STATE)
         (folder / META / "metadata").write_text(json.dumps(dict(self._save.meta)))

@@ -11,6 +11,9 @@ A step is complete if all files have the sizes and checksums of its manifest (ma
 not show damage to the numbers of an array, which is found when the array is read (storage.py).
 
 No jax, so that commands find errors before they start it.
+
+Begin with `choose`; `look_at` and `what_is_wrong` are its two checks of a step, the second of which
+reads files.
 """
 
 import contextlib
@@ -173,13 +176,15 @@ def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: StepCheck = nothin
     """A text with the first fault of a step's folder that has this meta; "" if it is complete. The
     numbers of its arrays are not read."""
     folder = epath.Path(step)
+    # From cheap to dear: the manifest; sizes and checksums of files; the database's tree; the bytes
+    # between pieces, which only the tree tells; the caller's check of the arrays.
     try:
         files = manifest.read(folder)
         if damage := next(manifest.damages(folder, files), ""):
             return damage
-        values = manifest.read_database(folder / STATE)
-        between_pieces = next(manifest.damages_between_pieces(folder, files, values), "")
-        return between_pieces or wrong(meta, manifest.shapes(values))
+        database = manifest.read_database(folder / STATE)
+        between_pieces = next(manifest.damages_between_pieces(folder, files, database), "")
+        return between_pieces or wrong(meta, database.shapes)
     except ManifestError as error:
         return str(error)
     except DatabaseError as error:
@@ -214,6 +219,8 @@ def choose(
       CheckpointError: the folder cannot be read.
     """
     folder = epath.Path(directory)
+    # Metas of all steps are read, which are small. Files are compared with their manifest from the
+    # newest step on, until one is complete: for all steps that could take minutes.
     metas, unrecognized = _look(folder, needs)
     metas = {step: meta for step, meta in metas.items() if before is None or step < before}
     newest = None
@@ -294,6 +301,8 @@ def _look(
             f"{folder} cannot be read ({error.strerror}): put a readable folder there or use "
             "another --workdir"
         ) from None
+    # Files of systems and tools, the losses, remains of saves, and steps that were set aside are
+    # known; of all else the user is told, for it may be a step under another name.
     for name in names:
         if name.startswith(".") or name == LOSSES or ORBAX_UNFINISHED in name or BROKEN in name:
             continue
@@ -357,6 +366,7 @@ def _lacks(meta: dict, step: int | None, needs: Mapping[str, type]) -> str:
             return f"its meta has no {key!r}"
         if type(meta[key]) is not kind:
             return f"its meta's {key!r} is not {_TYPES[kind]}"
+    # A step that was copied to another number would take the place of a good one.
     if step is not None and meta.get("step", step) != step:
         return f"its meta is of step {meta['step']}"
     if "config" in needs:

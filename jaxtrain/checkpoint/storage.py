@@ -11,6 +11,9 @@ codec crc32c of zarr 3), which TensorStore compares whenever it reads the piece.
 Restoring goes straight from the files into host buffers shaped like the shards that this process
 needs, one leaf at a time, and from there onto the devices: no array but the result ever exists in
 device memory.
+
+Begin with `host_tree` for a save and with `read_tree` for a restoration. Orbax calls
+HostArrayHandler.serialize, and that `_write`, when saving.py saves the tree.
 """
 
 import asyncio
@@ -40,7 +43,7 @@ from jaxtrain.devices import host_memory
 from jaxtrain.devices.state_file import DiskArray, block_shape, is_on_disk
 
 # Views of this process's shards, each with its index in the stored array (regions.SharedRegion)
-Parts = list[tuple[np.ndarray, tuple]]
+Views = list[tuple[np.ndarray, tuple]]
 
 WRITE_BYTES = 128 * 2**20  # written at a time
 # The types of parameters and moments, of which a run may read one as another.
@@ -84,6 +87,8 @@ async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
     # One context: TensorStore shares the database's cache by it.
     context = infos[0].ts_context
     specs = [_write_spec(value, info) for value, info in zip(values, infos, strict=True)]
+    # The description of an array is written once, by process 0. The others must not look for it: it
+    # is in process 0's database, which is joined with theirs at the end (`assume_metadata`).
     if jax.process_index() == 0:
         async with ts.Transaction(atomic=True) as transaction:
             opening = {"create": True, "open": True, "context": context, "transaction": transaction}
@@ -104,6 +109,7 @@ async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
             while blocks and size < WRITE_BYTES:
                 array, index, numbers = blocks.pop()
                 size += numbers.nbytes
+                # Only here is a block on disk read, by asarray, so few of them are in memory.
                 writes.append(
                     array.with_transaction(transaction)[index].write(
                         np.asarray(numbers), can_reference_source_data_indefinitely=True
@@ -144,7 +150,8 @@ def host_tree(arrays: list[StoredArray], state: Any) -> dict:
     Returns when the copies are made: the state may be changed or donated then.
     """
     leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
-    # by leaf: the shards that this process writes
+    # By leaf, the shards that this process writes. Replicas are written once, and `writers` shares
+    # them out over the processes without a message.
     written: dict[int, list[tuple[Bounds, jax.Array]]] = {}
     for leaf in [leaf for array in arrays for leaf in array.leaves if not leaf.disk]:
         shards = {shard.device: shard.data for shard in leaves[leaf.index].addressable_shards}
@@ -221,15 +228,21 @@ def to_host(data: jax.Array) -> np.ndarray:
 
 
 def read_tree(directory: epath.Path, arrays: list[StoredArray]) -> list[jax.Array | DiskArray]:
-    """Reads `arrays` from an Orbax tree: the leaves in memory, in their order. Each process reads
-    what its devices need.
+    """Reads `arrays` from the state's folder of a step. Returns the leaves of the state, in the
+    order of the flattened state. Each process reads the regions that its devices hold.
+
+    float32 and bfloat16 are converted into each other, to the nearest number; other dtypes have to
+    agree.
 
     Raises:
-      CheckpointError: an array is not stored, or has another shape or dtype, which is known before
-        anything is read. A number of FLOATS becomes the nearest one of another of them.
+      CheckpointError: before anything is read, if an array is not stored, or has another shape or
+        dtype; while an array is read, if the storage refuses it or does not answer, or memory does
+        not suffice.
       DamageError: an array is damaged, or a piece of it is missing.
     """
     sources = _open(directory, arrays)
+    # One leaf at a time, whose copy to the devices is waited for: the host never holds more than
+    # the shards of one leaf.
     leaves: dict[int, jax.Array | DiskArray] = {}
     for array, source in zip(arrays, sources, strict=True):
         for leaf in array.leaves:
@@ -243,6 +256,7 @@ def read_tree(directory: epath.Path, arrays: list[StoredArray]) -> list[jax.Arra
 def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorStore]:
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
 
+    # All are being opened before the first is waited for: each takes a round trip to a store.
     openings = []
     for array in arrays:
         name = array.name.replace("/", ".")  # Orbax's name for the path in the tree
@@ -282,34 +296,37 @@ def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> Chec
 def _read_leaf(source: ts.TensorStore, array: StoredArray, leaf: Leaf) -> jax.Array | DiskArray:
     """One leaf, read and laid on this process's devices."""
 
-    def read(parts: Parts) -> None:
-        for reading in [ts.array(part).write(source[index]) for part, index in parts]:
+    def read(views: Views) -> None:
+        # TensorStore writes into the buffers themselves: there is no copy on the way. All reads are
+        # under way before the first is waited for.
+        for reading in [ts.array(view).write(source[index]) for view, index in views]:
             reading.result()
 
     return on_devices(array, leaf, read)
 
 
 def on_devices(
-    array: StoredArray, leaf: Leaf, fill: Callable[[Parts], None]
+    array: StoredArray, leaf: Leaf, fill: Callable[[Views], None]
 ) -> jax.Array | DiskArray:
     """One leaf on this process's devices or disk, whose shards are filled on the host; the rest is
     zero.
 
-    fill: fills parts of zeros with the numbers that the stored array has at their indices
+    fill: fills views of zeros with the numbers that the stored array has at their indices
     """
     if leaf.disk:
         return _on_disk(array, leaf, leaf.disk, fill)
     buffers: list[tuple[np.ndarray, list[jax.Device]]] = []
-    parts: Parts = []
+    views: Views = []
     for bounds, devices in holders(leaf).items():
         if local_devices := [
             device for device in devices if device.process_index == jax.process_index()
         ]:
+            # Zeros, since what no region covers is padding, and padding has to be zero.
             buffer = np.zeros(block_shape(bounds), array.dtype)
             buffers.append((buffer, local_devices))
             for region in regions(leaf, bounds, array.shape):
-                parts.append((buffer[region.local], region.stored))
-    fill(parts)
+                views.append((buffer[region.local], region.stored))
+    fill(views)
     kind = leaf.sharding.memory_kind
     shards = [
         jax.device_put(b, jax.sharding.SingleDeviceSharding(d, memory_kind=kind))
@@ -322,7 +339,7 @@ def on_devices(
 
 
 def _on_disk(
-    array: StoredArray, leaf: Leaf, disk: DiskArray, fill: Callable[[Parts], None]
+    array: StoredArray, leaf: Leaf, disk: DiskArray, fill: Callable[[Views], None]
 ) -> DiskArray:
     """A leaf on disk, filled block by block; `fill` as for `on_devices`."""
     for shard in disk.shards():

@@ -11,13 +11,14 @@ has its step's name from the beginning, and becomes a step when its manifest exi
 written last (steps.py, saving.py).
 
 Orbax 0.12.8 builds TensorStore's specs for gs:// alone; `_teach_orbax` adds s3://.
+
+Begin with `folder`, which every path or URL of a user goes through.
 """
 
 import errno
 import functools
 import logging
 import os
-import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ from etils import epath
 from jaxtrain.config import addresses
 from jaxtrain.config.flags import UsageError
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import MOST_BYTES, belongs, open_regular
+from jaxtrain.run.files import MOST_BYTES, open_regular, read_regular
 
 _PROTOCOLS = {"s3": "s3", "gs": "gcs"}  # as fsspec calls them
 _PLACEHOLDER = "/.object_store/"  # stands for "s3://" while Orbax builds the spec of a local folder
@@ -92,6 +93,7 @@ def folder(path: str | os.PathLike) -> epath.Path:
     scheme = scheme_of(path)
     if not scheme:
         return epath.Path(path).expanduser()
+    # fsspec would list a folder once and believe that for good, but other processes write there.
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
         options["config_kwargs"] = _TIMEOUTS
@@ -125,6 +127,7 @@ def move(source: epath.Path, target: epath.Path) -> None:
     if not scheme_of(source):
         os.rename(source, target)
         return
+    # Copied entirely before anything is deleted: a kill in between leaves both, and loses nothing.
     for name in files_below(source):
         (source / name).copy(target / name)
     source.rmtree()
@@ -169,21 +172,21 @@ def bytes_of(path: epath.Path) -> int:
 
 def size_within(folder: epath.Path, name: str) -> int:
     """The bytes of a folder's file. Raises FileNotFoundError, and OSError for what is no regular
-    file, or lies outside of the folder (`files.belongs`): the name or a link leads there."""
+    file, or lies outside of the folder (`files.open_regular`): the name or a link leads there."""
     if scheme_of(path := folder / name):
         return bytes_of(path)
-    if not belongs(pathlib.Path(os.path.realpath(path)), folder):
-        raise OSError(errno.EXDEV, f"it lies outside of {folder}", os.fspath(path))
-    with open_regular(path) as file:
+    with open_regular(path, folder) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def read_within(folder: epath.Path, name: str) -> bytes:
     """The bytes of a folder's file. Errors as of `size_within`, and OSError for one of more than
     MOST_BYTES."""
-    if size_within(folder, name) > MOST_BYTES:
+    if not scheme_of(path := folder / name):
+        return read_regular(path, MOST_BYTES, folder)
+    if bytes_of(path) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES:,} bytes", name)
-    return (folder / name).read_bytes()
+    return path.read_bytes()
 
 
 def remove(path: epath.Path) -> None:
@@ -209,6 +212,7 @@ def kvstore(folder: str | os.PathLike) -> dict[str, Any]:
     path, scheme = os.fspath(folder), scheme_of(folder)
     if not scheme:
         return {"driver": "file", "path": f"{epath.Path(folder).absolute()}/"}
+    # s3://BUCKET/PATH → "BUCKET" and "PATH/"
     bucket, _, key = path.partition("://")[2].partition("/")
     spec: dict[str, Any] = {"bucket": bucket, "path": f"{key.rstrip('/')}/"}
     if scheme == "gs":

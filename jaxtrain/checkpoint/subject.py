@@ -94,6 +94,7 @@ def step_folder(folder: epath.Path) -> epath.Path | None:
             f"'{folder}' is a save that did not end, or is under way: use "
             f"{shlex.quote(str(folder.parent))}"
         )
+    # A link "latest" stands for the step that it leads to, whose name has the number.
     path = folder
     if not scheme_of(folder) and not _STEPS_NAME.fullmatch(folder.name):
         target = epath.Path(os.path.realpath(folder))

@@ -10,6 +10,22 @@ from jaxtrain.config.errors import (
     suggestion,
     value_text,
 )
+from jaxtrain.config.groups.layout_settings import (
+    MeshConfig,
+    ParallelConfig,
+    PipelineConfig,
+    shards_ends,
+)
+from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel, ends_with_layers
+from jaxtrain.config.groups.run_settings import (
+    CheckpointConfig,
+    DataConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from jaxtrain.config.groups.setting import LARGEST_INT, setting, setting_of
 from jaxtrain.config.paths import (
     convert,
     fields,
@@ -27,28 +43,7 @@ from jaxtrain.config.paths import (
     to_dict,
     unknown_field,
 )
-from jaxtrain.config.settings import (
-    LARGEST_INT,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    FilledConfig,
-    MeshConfig,
-    MeshedConfig,
-    MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PipelineConfig,
-    PrecisionConfig,
-    ResolvedConfig,
-    ResolvedModel,
-    StoredConfig,
-    TrainConfig,
-    ends_with_layers,
-    setting,
-    shards_ends,
-)
+from jaxtrain.config.states import Config, FilledConfig, MeshedConfig, ResolvedConfig, StoredConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -87,6 +82,7 @@ __all__ = [
     "replace",
     "retyped",
     "setting",
+    "setting_of",
     "shards_ends",
     "shown",
     "suggestion",

@@ -460,8 +460,9 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
         for field in dataclasses.fields(kind):
             default = cfg.value_text(field.default)
             name = f"--config.{group.name}.{field.name}: {cfg.plain_type(field.type)} = {default}"
-            choices = " | ".join(map(str, field.metadata["choices"]))
-            entries.append((name, field.metadata["doc"] + (f" [{choices}]" if choices else "")))
+            setting = cfg.setting_of(field)
+            choices = " | ".join(map(str, setting.choices.names))
+            entries.append((name, setting.doc + (f" [{choices}]" if choices else "")))
         parts += [*_two_columns(entries), ""]
     return "\n".join(parts) + EXAMPLES
 

@@ -32,13 +32,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain.config.settings import (
-    DataConfig,
-    MeshConfig,
-    ModelConfig,
-    ParallelConfig,
-    PrecisionConfig,
-)
+from jaxtrain.config import ResolvedModel
+from jaxtrain.config.groups.layout_settings import MeshConfig, ParallelConfig
+from jaxtrain.config.groups.model_settings import ModelConfig
+from jaxtrain.config.groups.run_settings import DataConfig, PrecisionConfig
 from jaxtrain.config.splash_backward import STEP, SplashBackward, splash_backward
 
 TPU, GPU, CPU = "tpu", "gpu", "cpu"
@@ -233,7 +230,7 @@ def attention_kernel(case: AttentionCase, wanted: str = "auto") -> KernelChoice:
 
     `splash` by name is that kernel on any platform, interpreted where there is no TPU; `cudnn` is
     either of its two entries. Nothing is raised: a kernel that was asked for and does not take the
-    case is refused before anything is traced (config/rules/rules.py).
+    case is refused before anything is traced (config/rules/model_rules.py).
     """
     if wanted in (SPLASH, XLA):
         interpreted = wanted == SPLASH and case.device.platform != TPU
@@ -250,13 +247,13 @@ def attention_kernel(case: AttentionCase, wanted: str = "auto") -> KernelChoice:
 
 def attention_case(
     device: TargetDevice,
-    model: ModelConfig,
+    model: ResolvedModel,
     data: DataConfig,
     mesh: MeshConfig,
     parallel: ParallelConfig,
     precision: PrecisionConfig,
 ) -> AttentionCase:
-    """The attention of a resolved config's step on one device."""
+    """The attention of a step on one device."""
     tokens, latent, parts = data.sequence_length, model.attention == "mla", max(mesh.context, 1)
     context = parallel.context if parts > 1 and parallel.context != "ulysses" else ""
     return AttentionCase(

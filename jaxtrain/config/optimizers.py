@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 # A parameter's dimensions, by their numbers.
-Dims = tuple[int, ...]
+KeptDims = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class OptimizerRecord:
     text: str
     make: Callable[[ModuleType, ModuleType, Any], Any]
     reads: Mapping[str, str]
-    state: Callable[[tuple[int, ...], Any], tuple[Dims, ...]]
+    state: Callable[[tuple[int, ...], Any], tuple[KeptDims, ...]]
     passes: int
     elementwise: bool = True
     momentum: tuple[str, Callable[[Any], float]] | None = None
@@ -51,12 +51,12 @@ class OptimizerRecord:
         return sum(math.prod(shape[d] for d in dims) for dims in self.state(shape, settings))
 
 
-def _copies(number: int, shape: tuple[int, ...], _: Any) -> tuple[Dims, ...]:
+def _copies(number: int, shape: tuple[int, ...], _: Any) -> tuple[KeptDims, ...]:
     """The state of so many arrays of the parameter's shape."""
     return (tuple(range(len(shape))),) * number
 
 
-def _factored(shape: tuple[int, ...], settings: Any) -> tuple[Dims, ...]:
+def _factored(shape: tuple[int, ...], settings: Any) -> tuple[KeptDims, ...]:
     """Adafactor's means of squares over the largest dimension and over the second largest, or all
     squares where the second largest is below `factored_size`."""
     dims = tuple(range(len(shape)))

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, flag_text, nearly
-from jaxtrain.config.settings import LARGEST_INT, Config, with_values
+from jaxtrain.config.groups.setting import LARGEST_INT, setting_of, with_values
+from jaxtrain.config.states import Config
 
 EXPONENTS = {"k": "e3", "K": "e3", "M": "e6", "B": "e9", "T": "e12"}
 
@@ -110,14 +111,14 @@ def convert(path: str, value: Any) -> Any:
 
 def is_choice(path: str, value: Any) -> bool:
     """True if a setting with choices may have this value, of its type."""
-    metadata = fields()[path].metadata
-    if not isinstance(value, str) or value in metadata["choices"]:
-        return value in metadata["choices"]
-    if metadata["prefix"] and value.startswith(metadata["prefix"]):
+    choices = setting_of(fields()[path]).choices
+    if not isinstance(value, str) or value in choices.names:
+        return value in choices.names
+    if choices.prefix and value.startswith(choices.prefix):
         return True
     name, _, count = value.partition(":")
     is_number = count.isascii() and count.isdecimal() and len(count) <= len(str(LARGEST_INT))
-    return name in metadata["counted"] and is_number and int(count) <= LARGEST_INT
+    return name in choices.counted and is_number and int(count) <= LARGEST_INT
 
 
 def retyped(path: str, value: Any) -> Any:

@@ -213,8 +213,9 @@ def _levels(axes: Sequence[str]) -> int:
     order = [AXES.index(axis) for axis in (*axes, *others)]
     shards = np.transpose(mesh.devices, order).reshape(-1, math.prod(mesh.shape[a] for a in others))
     slice_of = lambda device: getattr(device, "slice_index", 0)
-    first = slice_of(shards[0, 0])
-    return scatter_levels(list(shards[:, 0]), sum(slice_of(d) == first for d in mesh.devices.flat))
+    slice_index = slice_of(shards[0, 0])
+    devices_of_slice = sum(slice_of(d) == slice_index for d in mesh.devices.flat)
+    return scatter_levels(list(shards[:, 0]), devices_of_slice)
 
 
 def _psum_scatter(

@@ -101,9 +101,9 @@ class DiskArray:
 
     def fill(self, value: jax.Array) -> None:
         """Replaces all numbers by those of an array on the devices. Raises StateFileError."""
-        held = {shard.device: shard.data for shard in value.addressable_shards}
+        on_device = {shard.device: shard.data for shard in value.addressable_shards}
         for shard, devices in self.shards().items():
-            numbers = np.asarray(held[devices[0]])
+            numbers = np.asarray(on_device[devices[0]])
             for layer in range(self.layers):
                 part = numbers[:, layer : layer + 1] if self.stacked else numbers
                 self.write(self.block(shard, layer), part)
@@ -133,8 +133,9 @@ class DiskArray:
     def _size(self, block: Bounds) -> int:
         return _aligned(self.bytes_of(block))
 
-    def place(self, layer: int, offset: int) -> int:
-        """Gives the blocks of a layer their bytes, from this offset on; the offset after them."""
+    def assign_offsets(self, layer: int, offset: int) -> int:
+        """The offset after the blocks of a layer, which get their bytes in the file from `offset`
+        on."""
         for shard in self.shards():
             block = self.block(shard, layer)
             self.offsets[block] = offset
@@ -201,7 +202,7 @@ class StateFile:
         end)."""
         begin = self.size
         for array, layer in group:
-            self.size = array.place(layer, self.size)
+            self.size = array.assign_offsets(layer, self.size)
         return begin, self.size
 
     def open(self) -> None:

@@ -28,7 +28,7 @@ from jaxtrain.devices.state_file import (
 )
 
 BUFFER_BYTES = 256 * 2**20
-GROUPS = 2  # that are read at a time, and written
+PARALLEL_GROUPS = 2  # are read at a time, and as many written
 
 
 class BlockGroup:
@@ -53,7 +53,10 @@ class BlockGroup:
             blocks: list[tuple[list[jax.Device], Bounds]] = [
                 (devices, array.block(shard, self.layer)) for shard, devices in shards.items()
             ]
-            yield array, [(held, array.view(block, buffer, self.begin)) for held, block in blocks]
+            yield (
+                array,
+                [(devices, array.view(block, buffer, self.begin)) for devices, block in blocks],
+            )
 
     def on_devices(self, buffer: np.ndarray) -> list[jax.Array]:
         """The arrays on the devices, of stacks the layer [stages, 1, …]. On CPU they may lie in the
@@ -75,19 +78,21 @@ class BlockGroup:
         """Waits for the arrays' new values and copies them into a buffer."""
         sources = []
         for value, (_, shards) in zip(values, self._views(buffer), strict=True):
-            held = {shard.device: shard.data for shard in value.addressable_shards}
-            sources += [(held[devices[0]], view) for devices, view in shards]
+            on_device = {shard.device: shard.data for shard in value.addressable_shards}
+            # Devices of one shard have the same numbers: one of them sends these to the host.
+            sources += [(on_device[devices[0]], view) for devices, view in shards]
         for source, _ in sources:
             source.copy_to_host_async()
-        # not before all devices have computed: their arguments may lie in the buffer
+        # All copies have begun before the first is waited for. Nothing is written into the buffer
+        # before all devices have computed: on CPU their arguments may lie in it.
         jax.block_until_ready(values)
         for source, view in sources:
             np.copyto(view, np.asarray(source))
 
 
 class Buffers:
-    """Memory for groups under way: at most `limit` bytes, those included that wait to be used
-    again; or one group."""
+    """Memory for groups under way: at most `limit` bytes, unused buffers included; or one
+    group."""
 
     def __init__(self, limit: int):
         self._limit, self._used = limit, 0
@@ -138,26 +143,34 @@ class StateStream:
     def __init__(self, file: StateFile, groups: Sequence[BlockGroup]):
         self._file, self._groups = file, groups
         self._buffers = Buffers(max(BUFFER_BYTES, 2 * max(group.size for group in groups)))
-        self._readers = concurrent.futures.ThreadPoolExecutor(GROUPS, "state_ahead")
-        self._writers = concurrent.futures.ThreadPoolExecutor(GROUPS, "state_behind")
+        self._readers = concurrent.futures.ThreadPoolExecutor(PARALLEL_GROUPS, "state_ahead")
+        self._writers = concurrent.futures.ThreadPoolExecutor(PARALLEL_GROUPS, "state_behind")
         self._pass: threading.Thread | None = None
         self._ready: queue.SimpleQueue[_Reading] = queue.SimpleQueue()
         self._failure: StateFileError | None = None  # the first of a write
         file.interrupt = self.interrupt
 
-    def groups(self) -> Iterator[tuple[BlockGroup, np.ndarray]]:
-        """The groups of a pass, each with its numbers in a buffer that `write` has to take back.
-        Raises StateFileError."""
-        self._begin()
+    def one_pass(self) -> Iterator[tuple[BlockGroup, np.ndarray]]:
+        """Yields the groups in order, each with its numbers in a buffer, which the caller gives to
+        `write`. Raises StateFileError.
+
+        The caller has to exhaust the iterator: the lines after the last group end this pass and
+        begin to read the next one.
+        """
+        self._begin_reading()  # nothing to do if the pass before has ended: it has begun this one
         for group in self._groups:
             buffer = self._ready.get().result()
             if self._failure:
                 raise self._failure
             yield group, buffer
+        # A generator runs on from here only when the caller asks for a group after the last one, as
+        # a `for` loop does, and `zip(strict=True)`; `zip` alone need not. Without these lines the
+        # thread of this pass would stay, and the next pass would wait for buffers that nobody
+        # reads.
         assert self._pass
         self._pass.join()
         self._pass = None
-        self._begin()
+        self._begin_reading()
 
     def write(self, group: BlockGroup, values: Sequence[jax.Array], buffer: np.ndarray) -> None:
         """Writes the new values of a group's arrays, once the devices have them."""
@@ -176,10 +189,10 @@ class StateStream:
                 self._buffers.give(reading.result())
         self._buffers.stop(False)
 
-    def _begin(self) -> None:
+    def _begin_reading(self) -> None:
         """Begins to read the groups of the next pass, unless that has begun."""
         if self._pass is None:
-            # A daemon: a process that ends for another reason does not wait for a disk.
+            # A daemon thread: a process that ends for another reason does not wait for a disk.
             self._pass = threading.Thread(target=self._read_all, name="state_pass", daemon=True)
             self._pass.start()
 
@@ -192,6 +205,7 @@ class StateStream:
 
     def _read(self, group: BlockGroup, buffer: np.ndarray) -> np.ndarray:
         try:
+            # Reading ahead may overtake the write of the pass before.
             if group.begin in self._file.pending:
                 self._file.pending[group.begin].result()
             self._file.read_into(buffer, group.begin)

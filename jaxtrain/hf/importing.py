@@ -24,7 +24,7 @@ import numpy as np
 from jaxtrain.checkpoint.regions import StoredArray, cut_piece, piece_shape, stored_arrays
 from jaxtrain.checkpoint.restoring import expected_arrays
 from jaxtrain.checkpoint.steps import ANCHOR, PARAMETERS
-from jaxtrain.checkpoint.storage import HostArray, Parts, nested, on_devices
+from jaxtrain.checkpoint.storage import HostArray, Views, nested, on_devices
 from jaxtrain.config import FilledConfig, ResolvedConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
@@ -306,11 +306,11 @@ def read_together(weights: PublishedWeights, step: Step) -> TrainState:
     return with_working(step.layout, cluster.in_all(read, HfError))
 
 
-def _fill(numbers: PublishedArray | None, lead: int, parts: Parts) -> None:
-    """Fills parts of shards. numbers: None for zeros; lead: dimensions of replicas"""
+def _fill(numbers: PublishedArray | None, lead: int, views: Views) -> None:
+    """Fills views of shards. numbers: None for zeros; lead: dimensions of replicas"""
     if numbers is None:
         return
-    for target, index in parts:
+    for target, index in views:
         # the index ends in an Ellipsis
         numbers.read([range(part.start, part.stop) for part in index[lead:-1]], target)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ModelConfig
+from jaxtrain.config import Config, ModelConfig, ResolvedModel
 from jaxtrain.config.errors import shown
 from jaxtrain.config.rules import checks, unused
 from jaxtrain.hf.block_scales import read_block
@@ -62,8 +62,8 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, ModelConf
     return family, model, fields.notes
 
 
-def write_model(model: ModelConfig, family: Family | None, length: int) -> dict[str, Any]:
-    """The config.json of a resolved model, whose longest sequence has `length` tokens.
+def write_model(model: ResolvedModel, family: Family | None, length: int) -> dict[str, Any]:
+    """The config.json of a model, whose longest sequence has `length` tokens.
 
     family: None: the first one that can hold the model
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ModelConfig, ResolvedModel
 from jaxtrain.hf.fields import Fields
 
 Settings = dict[str, Any]
@@ -124,7 +124,7 @@ def _read_object(fields: Fields, name: str, rope: Rope, longest: int, head: int 
     inner = Fields(values, fields.place, {"type": "rope_type"}, f"{name}.")
     kind = inner.value("rope_type", "default")
     if not isinstance(kind, str) or kind not in SCALINGS:
-        reasons = cfg.fields()["model.rope_scaling"].metadata["refused"]
+        reasons = cfg.setting_of(cfg.fields()["model.rope_scaling"]).choices.refused
         reason = reasons.get(kind) if isinstance(kind, str) else None
         rule = reason or f"is not supported: only {', '.join(SCALINGS)} are"
         raise inner.refuse("rope_type", rule)
@@ -157,8 +157,8 @@ def _read_parameter(inner: Fields, key: str, parameter: ScalingParameter) -> Set
     return {parameter.setting: inner.number(key)}
 
 
-def write_rope(model: ModelConfig, length: int, part: float | None = None) -> Settings:
-    """The fields of a resolved model's rotary positions, in both forms.
+def write_rope(model: ResolvedModel, length: int, part: float | None = None) -> Settings:
+    """The fields of a model's rotary positions, in both forms.
 
     length: tokens of its longest sequence; part: the rotated fraction of a head; None: the family
         rotates all of it

@@ -7,7 +7,7 @@
     data.sequence_length        at most what a learned position table has, unless they name one
     all others                  those of flags and recipe
 
-A recipe says what differs from the defaults of config/settings.py; a default is nobody's choice.
+A recipe says what differs from the defaults of config/groups/; a default is nobody's choice.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, ModelConfig
+from jaxtrain.config import Config, ConfigError, DataConfig, ModelConfig
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules.checks import field_violation
 from jaxtrain.config.sources import holds_tokens
@@ -47,15 +47,15 @@ class Origin:
     tokenizer: str
     notes: tuple[str, ...]
 
-    def notes_for(self, config: Config) -> tuple[str, ...]:
-        """The notes for a run with this config, which may leave out prediction modules."""
+    def notes_for(self, model: ModelConfig, data: DataConfig) -> tuple[str, ...]:
+        """The notes for a run of this model, which may leave out prediction modules."""
         notes = self.notes
-        if self.model.mtp_depth and not config.model.mtp_depth:
+        if self.model.mtp_depth and not model.mtp_depth:
             notes += (
                 f"model.mtp_depth=0 leaves out prediction modules: {self.place} says "
                 f"{self.model.mtp_depth}",
             )
-        return notes + notes_of_length(config, self.place)
+        return notes + notes_of_length(data, self.place)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,10 +146,10 @@ def read_origin(folder: str, workdir: str) -> Origin:
     return read_published(path)
 
 
-def notes_of_length(config: Config, place: pathlib.Path) -> tuple[str, ...]:
+def notes_of_length(data: DataConfig, place: pathlib.Path) -> tuple[str, ...]:
     """A note if a run's sequences are longer than those of its published model, whose config.json
     is at `place`."""
-    length, longest = config.data.sequence_length, read_json(place).get("max_position_embeddings")
+    length, longest = data.sequence_length, read_json(place).get("max_position_embeddings")
     # flags may have no number
     if not (isinstance(length, int) and isinstance(longest, int) and 0 < longest < length):
         return ()

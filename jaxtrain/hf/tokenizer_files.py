@@ -17,7 +17,6 @@ from typing import Any
 
 import tokenizers
 
-from jaxtrain.config import Config
 from jaxtrain.data.marks import TOKENIZER_CONFIG
 from jaxtrain.data.tokenizer import (
     ByteTokenizer,
@@ -42,10 +41,12 @@ class RunTokenizer:
     notes: tuple[str, ...]
 
 
-def tokenizer_of_run(published: Published, config: Config) -> RunTokenizer:
+def tokenizer_of_run(published: Published, name: str, size: int) -> RunTokenizer:
     """The tokenizer of a run that starts from a published model. Raises HfError if it cannot be
-    read, or if it has ids that the model does not have."""
-    name, size = config.data.tokenizer, config.model.vocab_size
+    read, or if it has ids that the model does not have.
+
+    name: `data.tokenizer`; size: `model.vocab_size`
+    """
     try:
         tokenizer = open_tokenizer(name, size)
         check_stops(tokenizer, size)

@@ -6,14 +6,20 @@ Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value head
 import jax
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import ATTENTION, QKV
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import kv_cache
-from jaxtrain.parallel.attention.causal import HEADS, KV_HEADS, attend_cached, attend_causal
+from jaxtrain.parallel.attention.causal import (
+    HEADS,
+    KV_HEADS,
+    AttentionSettings,
+    attend_cached,
+    attend_causal,
+)
 from jaxtrain.parallel.attention.heads import heads_first, kept_by_heads, orders_by_heads, row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
 
@@ -25,13 +31,12 @@ class Attention(nnx.Module):
         context axis (parallel/attention/context.py)
     """
 
-    def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):
+    def __init__(self, cfg: ResolvedModel, residual_std: float, context: str = "all_gather"):
         self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
         self.rotary = (
             Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
         )
-        self.kernel, self.context = cfg.attention_kernel, context
-        self.backward = cfg.attention_backward
+        self.settings = AttentionSettings(context, cfg.attention_kernel, cfg.attention_backward)
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
@@ -68,12 +73,12 @@ class Attention(nnx.Module):
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
         token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
-        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel, self.backward)
+        y = attend_causal(q, k, v, segments_BT, self.settings)
         y = named(ATTENTION, y)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod
-    def cache_slots(cfg: ModelConfig) -> tuple[CacheSlot, ...]:
+    def cache_slots(cfg: ResolvedModel) -> tuple[CacheSlot, ...]:
         """The slots of keys and of values in a cache, on the mesh of this point of the trace."""
         shape = (attention_kv_heads(cfg.kv_heads), cfg.head_dim)
         return (CacheSlot(shape, ("kv_heads", None)),) * 2
@@ -86,5 +91,7 @@ class Attention(nnx.Module):
         """
         q, k, v = self.project(x_BTD, positions_BT)
         cache = [kv_cache.write(old, new, start) for old, new in zip(cache, (k, v), strict=True)]
-        y = attend_cached(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.kernel)
+        y = attend_cached(
+            q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.settings.kernel
+        )
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), cache

@@ -21,14 +21,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import ATTENTION, LATENT, QKV
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, named
 from jaxtrain.models.rotary import Rotary, score_factor
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import kv_cache
-from jaxtrain.parallel.attention.causal import HEADS, attend, attend_causal
+from jaxtrain.parallel.attention.causal import HEADS, AttentionSettings, attend, attend_causal
 from jaxtrain.parallel.attention.heads import row_major
 
 
@@ -39,12 +39,11 @@ class LatentAttention(nnx.Module):
         context axis (parallel/attention/context.py)
     """
 
-    def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):
+    def __init__(self, cfg: ResolvedModel, residual_std: float, context: str = "all_gather"):
         self.heads, self.rank = cfg.heads, cfg.kv_rank
         self.rotary, self.score_factor = Rotary(cfg, cfg.rope_head_dim), score_factor(cfg)
         self.head_dim, self.rope_dim = cfg.head_dim, cfg.rope_head_dim
-        self.kernel, self.context = cfg.attention_kernel, context
-        self.backward = cfg.attention_backward
+        self.settings = AttentionSettings(context, cfg.attention_kernel, cfg.attention_backward)
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         compressed = q + self.rank + self.rope_dim
         query, key_value = self.head_dim + self.rope_dim, self.head_dim + cfg.value_head_dim
@@ -93,12 +92,12 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(key_BTR[:, :, None], (*k.shape[:3], self.rope_dim))
         k = constrain(jnp.concatenate([k, shared], -1), HEADS)
         q, k, v = map(row_major, (q, k, v))
-        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel, self.backward)
+        y = attend_causal(q, k, v, segments_BT, self.settings)
         y = named(ATTENTION, y)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod
-    def cache_slots(cfg: ModelConfig) -> tuple[CacheSlot, ...]:
+    def cache_slots(cfg: ResolvedModel) -> tuple[CacheSlot, ...]:
         """The slot of the cache's only array: a latent and a rotated key."""
         return (CacheSlot((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
 

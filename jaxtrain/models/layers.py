@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import MLP_HIDDEN, MLP_IN
 from jaxtrain.devices.mesh import on_cpu
 from jaxtrain.devices.sharding import constrain, is_split, reshard
@@ -36,7 +36,7 @@ class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension,
     computed in float32."""
 
-    def __init__(self, cfg: ModelConfig, size=0, axis="width", epsilon=0.0):
+    def __init__(self, cfg: ResolvedModel, size=0, axis="width", epsilon=0.0):
         self.kind, self.epsilon = cfg.norm, epsilon or cfg.norm_epsilon
         shape, with_bias = (size or cfg.width,), "norm" in cfg.biases
         self.scale = parameter(Spec(shape, (axis,), constant=1.0))
@@ -211,7 +211,7 @@ def named(name: str, x):
 class MLP(nnx.Module):
     """SwiGLU (Shazeer 2020) or GELU (tanh form, as GPT-2)."""
 
-    def __init__(self, cfg: ModelConfig, residual_std: float):
+    def __init__(self, cfg: ResolvedModel, residual_std: float):
         d, f = cfg.width, cfg.mlp_width
         widen = lambda: Dense(d, f, ("width", "mlp"), cfg.init_std, "mlp" in cfg.biases)
         self.up = widen()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import MLP_HIDDEN, MLP_IN, ROUTED, ROUTER
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import GATHERED, matmul, matrix, named
@@ -70,7 +70,7 @@ class Router(nnx.Module):
     added to the logits, and so a part of the scores and of the weights (GPT-OSS).
     """
 
-    def __init__(self, cfg: ModelConfig, batch_size: int, nodes: int = 1):
+    def __init__(self, cfg: ResolvedModel, batch_size: int, nodes: int = 1):
         self.kind, self.experts, self.choices = cfg.router, cfg.experts, cfg.experts_per_token
         self.nodes = nodes
         self.scale, self.normalized = cfg.router_scale, cfg.router_normalize == "always"
@@ -163,7 +163,7 @@ class MoE(nnx.Module):
     (parallel/experts/).
     """
 
-    def __init__(self, cfg: ModelConfig, residual_std: float, batch_size: int, nodes: int = 1):
+    def __init__(self, cfg: ResolvedModel, residual_std: float, batch_size: int, nodes: int = 1):
         d, f, shared = cfg.width, cfg.expert_width, cfg.shared_experts * cfg.expert_width
         self.experts, self.nodes = cfg.experts, nodes
         self.router = Router(cfg, batch_size, nodes)

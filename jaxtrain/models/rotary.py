@@ -28,14 +28,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.parallel.attention.heads import orders_by_heads
 
 NOT_ROTATED = -1  # the position of all tokens in a layer without rotary positions
 
 
-def layer_positions(cfg: ModelConfig, layer: int | jax.Array, positions_BT: jax.Array) -> jax.Array:
+def layer_positions(
+    cfg: ResolvedModel, layer: int | jax.Array, positions_BT: jax.Array
+) -> jax.Array:
     """The positions by which a layer rotates: these, or NOT_ROTATED in one of `nope_layers`. All
     layers are one program, so the layer's number, `dense_layers` counted first, may be traced."""
     if not cfg.nope_layers:
@@ -50,7 +52,7 @@ class Rotary:
     """The rotation of queries and keys by their positions. size: rotated dimensions of a head, its
     first ones."""
 
-    cfg: ModelConfig
+    cfg: ResolvedModel
     size: int
 
     def __call__(self, x_BTNH: jax.Array, positions_BT: jax.Array) -> jax.Array:
@@ -124,7 +126,7 @@ _by_product.defvjp(
 )
 
 
-def _fraction_left(cfg: ModelConfig, size: int) -> np.ndarray:
+def _fraction_left(cfg: ResolvedModel, size: int) -> np.ndarray:
     """The fraction of each frequency that the scaling leaves, float64 [size / 2]."""
     dimension_H = np.arange(size // 2)
     if cfg.rope_scaling == "llama3":
@@ -143,13 +145,13 @@ def _fraction_left(cfg: ModelConfig, size: int) -> np.ndarray:
     return np.zeros(size // 2)
 
 
-def _dimension(cfg: ModelConfig, size: int, turns: float) -> float:
+def _dimension(cfg: ResolvedModel, size: int, turns: float) -> float:
     """The dimension, a fractional number, that turns so often within the original length."""
     longest = cfg.rope_original_length / (turns * 2 * math.pi)  # 1 / frequency
     return size * math.log(longest) / (2 * math.log(cfg.rotary_base))
 
 
-def attention_factor(cfg: ModelConfig) -> float:
+def attention_factor(cfg: ResolvedModel) -> float:
     """The factor on rotated queries and on rotated keys."""
     if cfg.rope_scaling != "yarn":
         return 1.0
@@ -160,7 +162,7 @@ def attention_factor(cfg: ModelConfig) -> float:
     return _mscale(cfg, 1.0)
 
 
-def score_factor(cfg: ModelConfig) -> float:
+def score_factor(cfg: ResolvedModel) -> float:
     """The factor of `rope_mscale_all_dim` on all scores of latent attention (DeepSeek-V3's
     published code: `softmax_scale`)."""
     if cfg.rope_scaling != "yarn" or not cfg.rope_mscale_all_dim:
@@ -168,6 +170,6 @@ def score_factor(cfg: ModelConfig) -> float:
     return _mscale(cfg, cfg.rope_mscale_all_dim) ** 2
 
 
-def _mscale(cfg: ModelConfig, weight: float) -> float:
+def _mscale(cfg: ResolvedModel, weight: float) -> float:
     """0.1 · weight · ln(rope_factor) + 1, and 1 for a factor up to 1 (YaRN, section 3.4)."""
     return 0.1 * weight * math.log(cfg.rope_factor) + 1 if cfg.rope_factor > 1 else 1.0

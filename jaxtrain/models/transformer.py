@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import ATTENTION_NORM, ATTENTION_OUT, MLP_NORM, MLP_OUT
 from jaxtrain.config.sizes import padded_vocabulary
 from jaxtrain.devices.sharding import constrain
@@ -41,7 +41,7 @@ ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {
 }
 
 
-def _table(cfg: ModelConfig, padded: int, axis: str) -> Parameter:
+def _table(cfg: ResolvedModel, padded: int, axis: str) -> Parameter:
     """A matrix [vocabulary, width], with `padded` rows in memory."""
     shape, axes = (cfg.vocab_size, cfg.width), (axis, "width")
     return parameter(Spec(shape, axes, std=cfg.init_std, padded=(padded, cfg.width)))
@@ -53,7 +53,7 @@ class Embedder(nnx.Module):
     padded: number of the table's rows in memory; vocab: logical axis of these rows
     """
 
-    def __init__(self, cfg: ModelConfig, padded: int, vocab: str = "vocab"):
+    def __init__(self, cfg: ResolvedModel, padded: int, vocab: str = "vocab"):
         positions = Spec((cfg.max_positions, cfg.width), ("position", "width"), std=cfg.init_std)
         self.table = _table(cfg, padded, vocab)
         self.positions = parameter(positions) if cfg.positions == "learned" else None
@@ -89,7 +89,7 @@ class Block(nnx.Module):
 
     def __init__(
         self,
-        cfg: ModelConfig,
+        cfg: ResolvedModel,
         context: str = "all_gather",
         batch_size: int = 1,
         expert_nodes: int = 1,
@@ -135,7 +135,7 @@ class Predictor(nnx.Module):
 
     def __init__(
         self,
-        cfg: ModelConfig,
+        cfg: ResolvedModel,
         context: str = "all_gather",
         batch_size: int = 1,
         expert_nodes: int = 1,
@@ -181,7 +181,7 @@ class Head(nnx.Module):
     """Final norm and the projection to the vocabulary. A tied head has no table and is called with
     the embedding's."""
 
-    def __init__(self, cfg: ModelConfig, padded: int, vocab: str = "vocab"):
+    def __init__(self, cfg: ResolvedModel, padded: int, vocab: str = "vocab"):
         self.vocab_size, self.padded = cfg.vocab_size, padded != cfg.vocab_size
         self.norm = Norm(cfg)
         self.table = None if cfg.tied_embeddings else _table(cfg, padded, vocab)
@@ -215,7 +215,7 @@ class ModelParts:
     norm: the norm behind a predictor, and the head's
     """
 
-    cfg: ModelConfig
+    cfg: ResolvedModel
     specs: dict[str, dict]
     embedder: Callable[[dict], Embedder]
     dense_block: Callable[[dict], Block]
@@ -248,14 +248,14 @@ class ModelParts:
 
 
 def build(
-    cfg: ModelConfig,
+    cfg: ResolvedModel,
     model_shards: int = 1,
     stage_shards: int = 1,
     context: str = "all_gather",
     batch_size: int = 1,
     expert_nodes: int = 1,
 ) -> ModelParts:
-    """The parts of the model that a resolved config describes.
+    """The parts of the model that a config describes.
 
     model_shards, stage_shards: devices over which `model`, and `stage` where all stages share the
         vocabulary, split it; it is padded for their product.

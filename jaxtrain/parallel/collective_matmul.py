@@ -1,22 +1,21 @@
-"""Products beside the messages that they need: the all-gather over `model` before a product and the
-reduce-scatter after one, as rings of permutes, each of which goes beside a product of what is there
-(Wang et al. 2023, "Overlap communication with dependent computation via decomposition in large deep
-learning models").
+"""Collective matmul: the all-gather over `model` before a product and the reduce-scatter after one,
+as rings of permutes, each overlapped with the product of a block that has arrived (Wang et al.
+2023, "Overlap communication with dependent computation via decomposition in large deep learning
+models").
 
 The devices of `model` are a ring, and messages go both ways round it, so that both directions of a
 link are used:
 
-    gather       a device's tokens go on to the next device as soon as they arrive, and are
-                 multiplied
-    scatter      two sums for a device's tokens begin half-way round the ring and come towards it,
-                 one on each way; each device adds its product
+    ring_gather   a device's tokens go on to the next device as soon as they arrive, and are
+                  multiplied (`products`)
+    ring_scatter  two sums for a device's tokens begin half-way round the ring and come towards it,
+                  one on each way; each device adds its product
 
 The functions are of a device's part (devices/mesh.py: over_model). Tokens are m blocks, one of each
-device. XLA starts a permute as soon as its operand is there and waits for it where its result is
-read. Blocks have a dimension of their own, [B, m, t, …]: XLA then reads and writes them in place,
-while at a place along T it would copy them.
+device. XLA starts a permute as soon as its operand is computed and waits for it where its result is
+read.
 
-Shape suffixes: B sequences, T tokens, t tokens of a block, D, N columns.
+Shape suffixes: B sequences, T tokens, m devices of `model`, t tokens of a block, D, N columns.
 """
 
 import contextlib
@@ -48,7 +47,7 @@ def requested(setting: str) -> Iterator[None]:
 
 
 def serves(part: int) -> bool:
-    """Whether products go beside their messages, of `part` bytes each, in the program that is
+    """True if products overlap with their messages, of `part` bytes each, in the program that is
     traced."""
     stages = jax.sharding.get_abstract_mesh().shape[STAGE]
     return multiplies_while_sending(_REQUESTED.get(), target_device().platform, stages, part)
@@ -70,19 +69,21 @@ def distances(devices: int) -> list[int]:
 
 
 def _sent(x: jax.Array, way: int) -> jax.Array:
-    """What the device before this one, on this way, has as x."""
+    """The x of the device before this one, on this way round."""
     devices = lax.axis_size(MODEL)
     pairs = [(i, (i + way) % devices) for i in range(devices)]
     return lax.ppermute(x, MODEL, pairs)
 
 
 def _owner(distance) -> jax.Array:
-    """The device so far before this one in the ring."""
+    """The index of the device that is `distance` before this one in the ring."""
     return (lax.axis_index(MODEL) - distance) % lax.axis_size(MODEL)
 
 
 def _in_blocks(x_BTN: jax.Array) -> jax.Array:
-    """[B, m, t, N]."""
+    """[B, T, N] → [B, m, t, N]."""
+    # Blocks have a dimension of their own: XLA then reads and writes one in place. As a slice along
+    # T it would be copied.
     batch, tokens, *columns = x_BTN.shape
     devices = lax.axis_size(MODEL)
     return x_BTN.reshape(batch, devices, tokens // devices, *columns)
@@ -99,6 +100,8 @@ def _block(x_BmtN: jax.Array, owner) -> jax.Array:
 
 def ring_gather(x_BtD: jax.Array) -> Arrived:
     """All tokens, from the device's own."""
+    # Each device passes on the block that it has just received, so every message is one block
+    # between neighbours. Both ways round are under way at the same time.
     at = {0: x_BtD}
     for distance in distances(lax.axis_size(MODEL))[1:]:
         way = UP if distance > 0 else DOWN
@@ -110,6 +113,7 @@ def products(arrived: Arrived, weight_DN: jax.Array) -> jax.Array:
     """x · weight [B, T, N] of a gathered x."""
     batch, tokens, _ = arrived.blocks[0].shape
     devices = lax.axis_size(MODEL)
+    # All blocks are written, so the memory needs no zeros.
     y_BmtN = lax.empty((batch, devices, tokens, weight_DN.shape[1]), weight_DN.dtype)
     for distance, block in zip(distances(devices), arrived.blocks, strict=True):
         product = (_rows(block) @ weight_DN).reshape(batch, tokens, -1)
@@ -120,10 +124,10 @@ def products(arrived: Arrived, weight_DN: jax.Array) -> jax.Array:
 def contracted(a, b) -> jax.Array:
     """aᵀ b over all tokens, of a gathered array and one with all tokens [B, T, N], in either order;
     summed over blocks in float32."""
-    arrived, whole_BmtN = (a, _in_blocks(b)) if isinstance(a, Arrived) else (b, _in_blocks(a))
+    arrived, local_BmtN = (a, _in_blocks(b)) if isinstance(a, Arrived) else (b, _in_blocks(a))
     total = None
     for distance, block in zip(distances(lax.axis_size(MODEL)), arrived.blocks, strict=True):
-        pair = _rows(block), _block(whole_BmtN, _owner(distance))
+        pair = _rows(block), _block(local_BmtN, _owner(distance))
         left, right = pair if arrived is a else reversed(pair)
         term = lax.dot_general(
             left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
@@ -142,12 +146,14 @@ def ring_scatter(term: Callable, xs_BTN: list[jax.Array], weights: list) -> jax.
     blocks = [_in_blocks(x) for x in xs_BTN]
     of = lambda owner, weights: term([_block(x, owner) for x in blocks], weights)
     sums: dict[int, jax.Array] = {}
+    # A sum begins at the device farthest from its owner and moves one device a step. Each device on
+    # the way adds its product for the owner's tokens.
     for distance in reversed(distances(lax.axis_size(MODEL))[1:]):
         # up the ring go sums for devices that are after this one
         way, owner = (UP if distance > 0 else DOWN), _owner(-distance)
         if way in sums:
             # The product waits for the message, or XLA would not add both in one pass; and for the
-            # product before it, which goes beside the message.
+            # product before it, which overlaps with the message.
             arrived, late, _ = lax.optimization_barrier(
                 (_sent(sums[way], way), weights, sums.get(-way))
             )

@@ -19,6 +19,8 @@ makes all of a tensor NaN or 0 · infinity.
 
 On NVIDIA GPUs that have FP8 a product becomes cuBLASLt's, since its operands are FP8 in the
 program. On other devices operands are converted to the compute type, which has all numbers of FP8.
+
+Begin with `Quantized` and `operands`. After them come quantization, products and differentiation.
 """
 
 import dataclasses
@@ -44,7 +46,8 @@ BITS = jnp.dtype("uint8")
 # of a tensor's largest |x|: scales and their products are then normal float32 numbers
 SMALLEST = 2.0**-50
 
-Dims = tuple[Sequence[int], Sequence[int]]
+# the dimensions of each operand over which a product sums, as for lax.dot_general
+ContractedDims = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Quantized:
 
     def with_gradient(self, gradient: jax.Array) -> "Quantized":
         """The gradient of this tensor as custom_vjp takes it: that of the carrier alone."""
+        # custom_vjp wants a gradient of the tensor's own structure; integers and scales have none.
         return dataclasses.replace(self, bits=None, scale=None, carrier=gradient)
 
     def split_by(self, split: P) -> "Quantized":
@@ -131,16 +135,17 @@ class Quantized:
 
     def operands(self, x, gradient: bool, gather: Callable[[Any], Any]) -> tuple[Any, Any]:
         """`operands` with this weight."""
-        if isinstance(x, Quantized):  # as it has travelled
+        if isinstance(x, Quantized):  # it was quantized before it was sent to its expert
             x = gather(x.without_carrier())
             return x, x if self.use.weight_gradients else dequantized(x)
         if self.use.weight_gradients:
+            # Both products read FP8, so it is quantized first: the all-gather moves half the bytes.
             x = gather(quantized(x, self.use, gradient))
             return x, x
         x = gather(x)
         return quantized(x, self.use, gradient), x
 
-    def dot(self, other: "Quantized", contracted: Dims) -> jax.Array:
+    def dot(self, other: "Quantized", contracted: ContractedDims) -> jax.Array:
         """The product of the compute type that contracts these dimensions of each."""
         x, y = multiplicable(self, other)
         dims, compute = (contracted, ((), ())), self.use.compute
@@ -164,6 +169,8 @@ def scale_of(x: jax.Array, dtype: jnp.dtype, dims: int, axes: Sequence[str]) -> 
     """The scales of tensors of `dims` dimensions stacked in x: float32, the leading dimensions of
     x. axes: mesh axes whose devices have other parts of the same tensors."""
     largest = jnp.abs(x).max(tuple(range(x.ndim - dims, x.ndim))).astype(jnp.float32)
+    # Over all devices with a part of the tensor, so that neither its numbers nor losses depend on
+    # the mesh.
     if wide := tuple(axis for axis in axes if manual_size(axis) > 1):
         largest = lax.pmax(largest, wide)
     # A quotient would be another number where XLA makes a product of it.
@@ -174,6 +181,7 @@ def _quantized(
     x: jax.Array, dtype: jnp.dtype, dims: int, axes: Sequence[str], use: Fp8
 ) -> Quantized:
     scale = scale_of(x, dtype, dims, axes)
+    # One division for a tensor and a product for each number, where a quotient would be slower.
     factor = (1 / scale).reshape(*scale.shape, *(1,) * dims)
     numbers = (x.astype(jnp.float32) * factor).astype(dtype)
     return Quantized(lax.bitcast_convert_type(numbers, BITS), scale, format=dtype, use=use)
@@ -191,9 +199,10 @@ def quantized(x: jax.Array, use: Fp8, gradient: bool = False) -> Quantized:
 
 
 def differentiable(x: jax.Array, weight):
-    """x as it travels before it is multiplied with `weight`: quantized where the weight is."""
+    """x as it is sent before it is multiplied with `weight`: quantized where the weight is."""
     if not isinstance(weight, Quantized):
         return x
+    # Rounding has no useful gradient: the tensor's gradient goes to x as it is, by the carrier.
     return dataclasses.replace(quantized(lax.stop_gradient(x), weight.use), carrier=x)
 
 
@@ -235,7 +244,7 @@ def rescaled(product: jax.Array, a: Quantized, b: Quantized) -> jax.Array:
     return (product.astype(jnp.float32) * (a.scale * b.scale)).astype(a.use.compute)
 
 
-def dot(a, b, contracted: Dims) -> jax.Array:
+def dot(a, b, contracted: ContractedDims) -> jax.Array:
     """The product of two arrays, or of two quantized tensors (of the compute type), that contracts
     these dimensions of each."""
     if not isinstance(a, Quantized):
@@ -261,6 +270,7 @@ def split_by(x, split: P) -> Any:
 def trainable(params):
     """The arrays by which a function of `params` is differentiated: the parameters, and zeros in
     the compute type in the place of quantized ones."""
+    # The zeros are the carriers. Nothing reads their values, so XLA removes them.
     zeros = lambda w: jnp.zeros(w.shape, w.use.compute) if isinstance(w, Quantized) else w
     return jax.tree.map(zeros, params, is_leaf=is_quantized)
 

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.kernels import multiplies_blocks
 from jaxtrain.config.sizes import MX_BLOCK
-from jaxtrain.parallel.fp8 import BITS, FORWARD, Dims, Fp8, Quantized
+from jaxtrain.parallel.fp8 import BITS, FORWARD, ContractedDims, Fp8, Quantized
 from jaxtrain.parallel.target_device import target_device
 
 SCALES = jnp.dtype(jnp.float8_e8m0fnu)
@@ -61,6 +61,8 @@ class Blocks(Quantized):
         """A weight [inputs, outputs] as B multiplies it, [outputs, inputs]."""
         assert self.across is not None
         transposed = lambda a: a.T
+        # The copy with blocks along the outputs, which B contracts; a transpose of the other copy
+        # would have its blocks along the wrong dimension.
         moved = self.across.map(transposed)
         return dataclasses.replace(moved, dim=LAST + TOKENS - moved.dim)
 
@@ -81,17 +83,20 @@ class Blocks(Quantized):
         return dataclasses.replace(self, bits=split, scale=split, across=across)
 
     def operands(self, x, gradient: bool, gather: Callable[[Any], Any]) -> tuple[Any, Any]:
+        # Blocks lie along the columns for this product, and along the tokens for the weights'
+        # gradient, which contracts these.
         dtype = self.use.gradients if gradient else FORWARD
         rounded = lambda x, dim: in_blocks(x, dtype, dim, self.use)
         if not self.use.weight_gradients:
             x = gather(x)
             return rounded(x, LAST), x
-        if gradient:
+        if gradient:  # B and W both read it: one copy of 16 bits moves, and is rounded twice after
             x = gather(x)
             return rounded(x, LAST), rounded(x, TOKENS)
+        # F and W are different ops, and each gathers the one copy of 8 bits that it reads.
         return gather(rounded(x, LAST)), gather(rounded(x, TOKENS))
 
-    def dot(self, other: Quantized, contracted: Dims) -> jax.Array:
+    def dot(self, other: Quantized, contracted: ContractedDims) -> jax.Array:
         """The product of two matrices of the compute type, which contracts one dimension of each:
         that along which their blocks lie."""
         assert isinstance(other, Blocks)
@@ -145,6 +150,8 @@ def power_of_two(biased: jax.Array) -> jax.Array:
 def exponents_of(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The biased exponents (uint32) of the scales of blocks whose largest |x| this is."""
     quotient = largest.astype(jnp.float32) * np.float32(1 / float(jnp.finfo(dtype).max))
+    # A float32's bits are exponent, then mantissa. Adding the largest mantissa carries into the
+    # exponent unless the mantissa is 0: the quotient is rounded up to a power of two.
     bits = lax.bitcast_convert_type(quotient, jnp.uint32)
     return jnp.clip((bits + ((1 << MANTISSA) - 1)) >> MANTISSA, 1, LARGEST)
 
@@ -154,6 +161,8 @@ def in_blocks(x: jax.Array, dtype: jnp.dtype, dim: int, use: Fp8) -> Blocks:
     axis = x.ndim + dim
     shape = (*x.shape[:axis], x.shape[axis] // MX_BLOCK, MX_BLOCK, *x.shape[axis + 1 :])
     exponents = exponents_of(jnp.abs(x).reshape(shape).max(axis + 1), dtype)
+    # A scale with the biased exponent E is 2^(E − 127). Its inverse has the biased exponent 254 −
+    # E, so the division is a product, and exact.
     factor = repeated(power_of_two(LARGEST - exponents), axis)
     bits = lax.bitcast_convert_type((x.astype(jnp.float32) * factor).astype(dtype), BITS)
     return Blocks(bits, exponents.astype(BITS), format=dtype, use=use, dim=dim)

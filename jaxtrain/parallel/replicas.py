@@ -59,6 +59,8 @@ def in_each(fn: Callable) -> Callable:
 
 def sum_inside_first(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The sum over mesh axes: inside each replica, then a share of each device across `replica`."""
+    # One all-reduce over everything would send complete arrays across the slow links. After a
+    # reduce-scatter inside, each device sends a share, and an all-gather restores the array.
     inside = _wide([a for a in axes if a != REPLICA])
     if not (inside and _wide([a for a in axes if a == REPLICA])):
         return psum(x, axes)
@@ -68,6 +70,7 @@ def sum_inside_first(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _wide(axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of the axes that have several devices."""
     return tuple(a for a in axes if lax.axis_size(a) > 1)
 
 
@@ -76,6 +79,7 @@ def _size(axes: Sequence[str]) -> int:
 
 
 def _padded(x: jax.Array, multiple: int) -> jax.Array:
+    """The numbers of x in one dimension, with zeros behind, to a multiple."""
     return jnp.pad(x.reshape(-1), (0, -x.size % multiple))
 
 
@@ -102,6 +106,8 @@ def mean_across(tree, like, dtype: str):
         else lambda shares: [psum(x, (REPLICA,)) / lax.axis_size(REPLICA) for x in shares]
     )
 
+    # Devices of a replica that have the same numbers share the work: of an array with n copies in a
+    # replica each device averages an n-th across `replica`, and the copies all-gather the means.
     def body(tree):
         parts = [a[0] for a in jax.tree.leaves(tree)]
         copies = [
@@ -132,8 +138,9 @@ def mean_across(tree, like, dtype: str):
 
 
 def _mean_int8(shares: list[jax.Array]) -> list[jax.Array]:
-    """The means over replicas of arrays [n]. Each replica sums a part of every array: an all-to-all
-    and an all-gather of int8, which together are a quarter of a float32 all-reduce's bytes."""
+    """The means over replicas of arrays [n], in int8 on the slow links."""
+    # Each replica sums a part of every array: an all-to-all and an all-gather of int8, which are a
+    # quarter of a float32 all-reduce's bytes. Sums are float32: int8 would overflow.
     n = lax.axis_size(REPLICA)
     parts = [
         _padded(x, n * block).reshape(n, -1, block)

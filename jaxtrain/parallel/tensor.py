@@ -1,12 +1,14 @@
 """Tensor parallelism with a split sequence: the collectives over `model` before and after a
 product, and the embedding table split by rows.
 
-A matrix that is split by columns multiplies all tokens, which are all-gathered before. One that is
-split by rows leaves a sum over `model`, which a reduce-scatter computes and splits along the
-sequence (Korthikanti et al. 2022, section 4.2.2). Both collectives are written out, because the
-partitioner would reduce each product separately before it adds several, and XLA's CPU backend turns
-the partitioner's reduce-scatter into an all-reduce. None of these functions is differentiated: the
-layers' backward calls them (models/layers.py).
+Begin with `gathered_products` and `scattered_products`, the first and the last product of
+attention or an MLP. A matrix that is split by columns multiplies all tokens, which are all-gathered
+before. One that is split by rows leaves a sum over `model`, which a reduce-scatter computes and
+splits along the sequence (Korthikanti et al. 2022, section 4.2.2). Both collectives are written
+out, because the partitioner would reduce each product separately before it adds several, and XLA's
+CPU backend turns the partitioner's reduce-scatter into an all-reduce. None of these functions is
+differentiated: the layers' backward calls them (models/layers.py), since a gradient needs the other
+collective, and which of both operands is saved, gathered or quantized is the layer's choice.
 
 A device looks up the tokens that are in its rows of the embedding table, and a reduce-scatter over
 the sequence sums the results (Megatron-LM's vocabulary-parallel embedding, Shoeybi et al. 2019).
@@ -27,19 +29,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.devices.mesh import MODEL, over_model, psum_scatter
 from jaxtrain.devices.sharding import is_split, shards
 from jaxtrain.parallel import collective_matmul as ring
-from jaxtrain.parallel.fp8 import Dims, Quantized, bare, dot, mapped, operands, split_by
+from jaxtrain.parallel.fp8 import ContractedDims, Quantized, bare, dot, mapped, operands, split_by
 
 TOKENS = P(None, MODEL)  # [batch, token, …] between blocks
 COLUMNS = P(None, None, MODEL)  # [batch, token, columns] inside a block
 
 
 def flat(x):
-    """An array or a quantized tensor [..., D] → [all tokens, D].
-
-    With the tokens in one dimension a weight's gradient is one plain matmul, not one with two
-    contracted dimensions, which costs a transposed copy (measured on CPU: 9.1 → 6.4 CPU-seconds a
-    step).
-    """
+    """An array or a quantized tensor [..., D] → [all tokens, D]."""
+    # With the tokens in one dimension a weight's gradient is one plain matmul, not one with two
+    # contracted dimensions, which costs a transposed copy (measured on CPU: 9.1 → 6.4 CPU-seconds a
+    # step).
     return mapped(lambda a: a.reshape(-1, a.shape[-1]), x)
 
 
@@ -58,9 +58,12 @@ def gathered_products(
     that make the weights' gradients read them). x is split along the sequence, the weights
     [D, columns] are split by their columns.
 
-    gather: what gathers x where its products do not go beside messages; gradient: x is one
+    gather: the function that gathers x where its products do not overlap with messages
+    gradient: x is one
     """
-    if not isinstance(weights[0], Quantized) and _beside_messages(x_BTD, x_BTD.shape[2]):
+    if not isinstance(weights[0], Quantized) and _overlaps(x_BTD, x_BTD.shape[2]):
+        # The gathered blocks stay on the device as they have arrived: the weights' gradients read
+        # them again in the backward, and joining them would be a copy.
         blocks = ring.Arrived([TOKENS] * shards("sequence"))
         arrived = over_model(ring.ring_gather, (TOKENS,), blocks)(x_BTD)
         columns = tuple(P(None, MODEL) for _ in weights)
@@ -71,9 +74,9 @@ def gathered_products(
     return tuple(products), for_weights_BTD
 
 
-def _beside_messages(x: jax.Array, columns: int) -> bool:
-    """Whether the products of x [B, T, …], or what they sum, go beside messages of so many columns.
-    Numbers of FP8 are sent as before."""
+def _overlaps(x: jax.Array, columns: int) -> bool:
+    """True if products of x [B, T, …] overlap with messages of so many columns. Quantized tensors
+    are gathered and scattered in one collective each."""
     if isinstance(x, Quantized) or not is_split("sequence"):
         return False
     return ring.serves(x.shape[0] * x.shape[1] // shards("sequence") * columns * x.dtype.itemsize)
@@ -101,6 +104,7 @@ def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
     is [B, T, I] with split columns; its weight has I as dimension `dim` (of 2), split too. A device
     adds up its products before one reduce-scatter."""
 
+    # The products of a device are added up before the collective, which then moves one array.
     def of_rows(xs, weights):
         products = [dot(x, w, ((1,), (dim,))) for x, w in zip(xs, weights, strict=True)]
         return sum(products[1:], products[0])
@@ -110,14 +114,15 @@ def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
 
     if not is_split("sequence"):
         return product(xs, weights)
-    beside_messages = _beside_messages(xs[0], weights[0].shape[1 - dim])
+    overlaps = _overlaps(xs[0], weights[0].shape[1 - dim])
 
     def local(xs, weights):
         xs, weights = _joined(xs, weights, dim)
-        if beside_messages:
+        if overlaps:
             return ring.ring_scatter(of_rows, xs, weights)
         return psum_scatter(product(xs, weights), MODEL, dim=1)
 
+    # A carrier has no numbers in the program; shard_map would want a split for it.
     xs, weights = bare(tuple(xs)), bare(tuple(weights))
     rows = P(MODEL) if dim == 0 else P(None, MODEL)
     specs = tuple(split_by(x, COLUMNS) for x in xs), tuple(split_by(w, rows) for w in weights)
@@ -128,13 +133,15 @@ def _joined(xs: Sequence, weights: Sequence, dim: int) -> tuple[Sequence, Sequen
     """The pairs of `scattered_products` on a device as one, where copying their columns moves fewer
     numbers than adding up their products; so a narrow head's columns are no product of their
     own."""
+    # One product over the joined columns copies each x; separate products write and add an array of
+    # `outputs` columns for each pair but one.
     columns, outputs = sum(x.shape[-1] for x in xs), weights[0].shape[1 - dim]
     if isinstance(weights[0], Quantized) or columns > outputs * (len(xs) - 1):
         return xs, weights
     return [jnp.concatenate(xs, -1)], [jnp.concatenate(weights, dim)]
 
 
-def products_of_parts(a, b, contracted: Dims, split: int) -> jax.Array:
+def products_of_parts(a, b, contracted: ContractedDims, split: int) -> jax.Array:
     """The product of two quantized matrices on each device of `model`, as one equation. split: the
     dimension of the result that is split, as is the operand that it comes from."""
     operands, columns = bare((a, b)), P(None, MODEL)
@@ -152,9 +159,10 @@ def attention_kv_heads(kv_heads: int) -> int:
 
 def shared_columns(weight, kv_heads: int):
     """An array or a quantized tensor […, columns of the key/value heads] → columns of
-    `attention_kv_heads`, each copy on the devices of its queries. Where there are fewer heads than
-    devices, the devices of a head all-gather its columns, and their gradients meet in a
-    reduce-scatter."""
+    `attention_kv_heads`, each copy on the devices of its queries."""
+    # With fewer heads than devices each device stores a part of a head's columns. The devices of a
+    # head all-gather them for the product, and a reduce-scatter adds up their gradients: so all
+    # devices have the same number of parameters, and no head's key is computed from a part.
     return mapped(lambda a: _shared_columns(a, kv_heads), weight)
 
 
@@ -187,6 +195,10 @@ _shared_columns.defvjp(
 
 
 # --- the embedding table --------------------------------------------------------------------------
+
+# An index that is not in a device's rows is set out of range. A gather gives zeros for it and a
+# scatter drops it. So each device handles all tokens without a condition, and the sum over devices
+# has each token's row exactly once.
 
 
 def _rows(tokens: jax.Array, rows: int, begin=0) -> jax.Array:

@@ -10,8 +10,10 @@ A parameter is sharded along one of its own dimensions, not along those of the s
 every stage has the same embedding and head, their optimizer state is sharded over `stage` as well.
 With `parallel.ends=sharded` what stands before and after the layers is sharded as in stage 3, over
 all devices of a stage that have a copy: `data`, `context` and `expert`.
-The functions run inside the runtime's manual region, on a device's part of one parameter (with or
-without the leading dimensions of a stack of layers).
+
+Begin with `Reduction`, the plan for one parameter, and `reduction_of`, which makes it; `gather` and
+`reduce` carry it out. They run inside the runtime's manual region, on a device's part of one
+parameter (with or without the leading dimensions of a stack of layers).
 """
 
 import dataclasses
@@ -110,30 +112,51 @@ class Reduction:
         return self.dim + ndim - (len(self.unsharded) - self.lead)
 
 
+@dataclasses.dataclass(frozen=True)
+class ParameterArray:
+    """A parameter's array on all devices.
+
+    axes:   the logical axis of each dimension
+    shape:  its sizes
+    lead:   the number of leading dimensions (stage, layer), which are not sharded
+    counts: its gradient is a number of tokens
+    """
+
+    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    lead: int = 0
+    counts: bool = False
+
+
 def reduction_of(
-    axes: tuple[str | None, ...],
-    shape: tuple[int, ...],
-    lead: int,
+    array: ParameterArray,
     mesh: Mesh,
     zero: int,
     sum_axes: tuple[str, ...] = SUM_AXES,
-    counts: bool = False,
     shard_axes: tuple[str, ...] = (DATA,),
 ) -> Reduction:
-    """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, over
-    `sum_axes`, and over `stage` where all stages hold it. The `lead` leading dimensions (stage,
-    layer) are not sharded. A gradient none of whose dimensions divides is summed and stays
-    unsharded. shard_axes: those that ZeRO shards over inside a stage, where they hold copies"""
-    unsharded = spec(axes)
-    taken = {name for part in unsharded for name in mesh_axes(part)}
-    copies = tuple(name for name in (*sum_axes, STAGE) if name not in taken)
+    """The reduction of a parameter's gradient. One none of whose dimensions divides is summed and
+    stays unsharded.
+
+    zero: the stage of ZeRO
+    sum_axes: mesh axes whose devices have other tokens; `stage` is added where all stages have the
+        parameter
+    shard_axes: the mesh axes over which ZeRO shards inside a stage
+    """
+    unsharded, lead = spec(array.axes), array.lead
+    # An axis that splits the parameter has other numbers on each device, and nothing to sum.
+    splitting = {name for part in unsharded for name in mesh_axes(part)}
+    copies = tuple(name for name in (*sum_axes, STAGE) if name not in splitting)
     unsplit = [part is None for part in unsharded[lead:]]
     inside = tuple(name for name in shard_axes if name in copies)
-    names: tuple[str, ...] = ()
+    scatter_axes: tuple[str, ...] = ()
     dim = 0
     if zero:
-        names, dim = scattered(shape[lead:], unsplit, inside, STAGE in copies, mesh.shape)
-    sharded = tuple(name for name in names if name in inside)
+        scatter_axes, dim = scattered(
+            array.shape[lead:], unsplit, inside, STAGE in copies, mesh.shape
+        )
+    # Ops gather and scatter inside a stage alone: other stages run other ops at that time.
+    sharded = tuple(name for name in scatter_axes if name in inside)
 
     def split_over(names: tuple[str, ...]) -> PartitionSpec:
         parts = list(unsharded)
@@ -142,15 +165,15 @@ def reduction_of(
         return PartitionSpec(*parts)
 
     return Reduction(
-        tuple(axis for axis in copies if axis not in names),
-        names,
-        sharded,
-        dim,
-        lead,
-        unsharded,
-        split_over(sharded),
-        split_over(names),
-        counts,
+        sum_axes=tuple(axis for axis in copies if axis not in scatter_axes),
+        scatter_axes=scatter_axes,
+        shard_axes=sharded,
+        dim=dim,
+        lead=lead,
+        unsharded=unsharded,
+        sharded=split_over(sharded),
+        storage=split_over(scatter_axes),
+        counts=array.counts,
     )
 
 
@@ -169,22 +192,20 @@ def _model_split(reduction: Reduction, x: jax.Array) -> PartitionSpec:
 
 
 def in_memory_order(reduction: Reduction, part):
-    """A parameter; if it is quantized, it lies in memory in the order of its dimensions.
-
-    cuBLASLt multiplies FP8 along the last dimension of both operands, so F and B read a matrix in
-    two orders. Without this XLA's GPU compiler transposes the stack of all layers for one of them,
-    outside of the op and so in every tick.
-    """
-    if not isinstance(part, Quantized) or part.use.blocks:  # these have a copy for each
+    """A parameter; if it is quantized, it lies in memory in the order of its dimensions."""
+    # cuBLASLt multiplies FP8 along the last dimension of both operands, so F and B read a matrix in
+    # two orders. Without this XLA's GPU compiler transposes the stack of all layers for one of
+    # them, outside of the op and so in every tick. Tensors in blocks have a copy for each order.
+    if not isinstance(part, Quantized) or part.use.blocks:
         return part
     split = _model_split(reduction, part.bits)
     return dataclasses.replace(part, bits=row_major(part.bits, split))
 
 
 def in_order(sums: jax.Array, reduction: Reduction) -> jax.Array:
-    """A layer's gradient sums, which lie in memory in the order of their dimensions. Without this
-    XLA gives the sums of all layers the layout that the reduce-scatter prefers, and transposes them
-    in every tick."""
+    """A layer's gradient sums, which lie in memory in the order of their dimensions."""
+    # Without this XLA gives the sums of all layers the layout that the reduce-scatter prefers, and
+    # transposes them in every tick.
     return row_major(sums, _model_split(reduction, sums))
 
 
@@ -206,15 +227,14 @@ def reduce(
     gradient: jax.Array, reduction: Reduction, dtype, axes: tuple[str, ...] | None = None
 ) -> jax.Array:
     """The gradient of this device → the sum over all devices, float32, this device's shard where it
-    is scattered. axes: the only mesh axes to reduce over; None: all.
-
-    Gradients are reduced inside a replica before they cross `replica`, so that only shards cross.
-    """
+    is scattered. axes: the only mesh axes to reduce over; None: all"""
     scatter = tuple(a for a in reduction.scatter_axes if axes is None or a in axes)
     sums = tuple(a for a in reduction.sum_axes if axes is None or a in axes)
 
     def move(part):
+        # bfloat16 halves the message but rounds counts of tokens above 256, so they stay float32.
         part = part.astype(jnp.float32 if reduction.counts else dtype)
+        # Inside a replica first: only shards then cross `replica`, the slowest network.
         if scatter:
             part = psum_scatter(part, scatter, reduction.axis(part.ndim))
         return sum_inside_first(part, sums).astype(jnp.float32)
@@ -236,6 +256,8 @@ def sum_of_squares(shard: jax.Array, storage: PartitionSpec, sizes: Mapping[str,
     """The float32 sum of the squares of a device's shard, divided by the number of devices that
     have the same shard. storage: the array's sharding; sizes: of the axes over which the sums of
     all devices are then added up"""
+    # An axis that does not split the array has the same shard on all of its devices; a sum over
+    # all devices counts it once for each.
     split = {a for part in storage for a in mesh_axes(part)}
     copies = math.prod(size for axis, size in sizes.items() if axis not in split)
     return jnp.sum(jnp.square(shard.astype(jnp.float32))) / copies
@@ -310,6 +332,10 @@ def _resized(
 
 
 # --- a table sharded by columns: the tokens' rows travel, not the table ---------------------------
+
+# A vocabulary of 128,256 rows is larger than the activations of a microbatch. So each device looks
+# up its columns for the sequences of all shards, and an all-to-all brings each sequence's columns
+# together.
 
 
 def gather_sequences(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -19,7 +19,7 @@ from jaxtrain.config import (
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import on_mesh
-from jaxtrain.config.rules.rules import Rule, Violation, values_for
+from jaxtrain.config.rules.rules import SettingsRule, Violation, values_for
 from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.step.planned_op_times import HardwareError, load, model_of
@@ -43,6 +43,7 @@ def check_run(config: Config, environment: Environment) -> CheckedRun:
 def default_corpus(config: Config) -> dict[str, str]:
     """The settings of the corpus that are at their defaults in a config of more than LARGE
     parameters, with their placeholders; {} for smaller models."""
+    # Unset is as good as default: nobody writes the defaults of a corpus out on purpose.
     unset = {
         path: placeholder
         for path, placeholder in CORPUS.items()
@@ -73,6 +74,7 @@ def _source_exists(data: DataConfig) -> Iterator[Violation]:
 def _tokenizer_exists(data: DataConfig) -> Iterator[Violation]:
     path, value = "data.tokenizer", data.tokenizer
     file = pathlib.Path(os.path.expanduser(value))
+    # "none" (the corpus has tokens) and "bytes" are no paths
     if value in ("none", "bytes") or os.path.isfile(file):
         return
     rule = "is neither 'bytes' nor an existing path"
@@ -113,6 +115,8 @@ def tables_can_be_made(config: FilledConfig) -> Iterator[Violation]:
     """The tables of a config can be made. Only a file's table and a bound on memory can be refused
     (setup.py)."""
     pipeline = config.pipeline
+    # A mesh that is still to be filled in has no table. A named schedule without a bound always has
+    # one, and making it would only take time.
     is_meshed = min(config.mesh.sizes().values()) >= 1
     if not is_meshed or not (pipeline.schedule.startswith(CSV) or pipeline.memory):
         return
@@ -122,11 +126,11 @@ def tables_can_be_made(config: FilledConfig) -> Iterator[Violation]:
         yield Violation(error.field, error.rule, error.fixes, show=2)
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[SettingsRule, ...] = (
     _source_exists,
     _tokenizer_exists,
     _schedule_exists,
     _hardware_is_known,
 )
 # a suggestion has to keep this one too, which may take long
-RULES_WITH_TABLES: tuple[Rule, ...] = (*RULES, tables_can_be_made)
+RULES_WITH_TABLES: tuple[SettingsRule, ...] = (*RULES, tables_can_be_made)

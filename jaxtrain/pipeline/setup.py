@@ -4,13 +4,21 @@ No jax.
 Tables are made for op times. These are the config's; if it has none, the planner's for the hardware
 that the config names; if it names none, they follow from the model's sizes: F, B and W of a stage
 take the same time, R takes that of F, the head its share of the multiplications, a message a
-fiftieth of F.
+fiftieth of F (op_times.py).
+
+How to read this file: `make_setup` returns a `Setup`, and keeps the last ones. `_Search.setup`
+compares the candidates that the config leaves open, and makes of the best one the setup:
+
+    number of chunks a stage  ×  place of the vocabulary  ×  cuts of the layers into chunks
+    `_candidates`                `_candidates`               `_cuts`
+
+`_candidate` makes the table of each.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jaxtrain.config import (
     ConfigError,
@@ -22,22 +30,23 @@ from jaxtrain.config import (
 from jaxtrain.config.rules.rules import values_for
 from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of
-from jaxtrain.planner.step.planned_op_times import Model, load, model_of, op_times
+from jaxtrain.pipeline.op_times import complete_times, has_recompute_ops, saved_fractions
+from jaxtrain.pipeline.schedule_file import check_fits, least_layers, units_of_chunks
+from jaxtrain.planner.step.planned_op_times import load, model_of, op_times
 from jaxtrain.schedule import by_name, table_search
-from jaxtrain.schedule.clocks import Times
+from jaxtrain.schedule.clocks.simulate import Simulation, simulate
+from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.files.order_csv import read_schedule
-from jaxtrain.schedule.orders import CSV, ONE_CHUNK, PLACEMENTS, SCHEDULES, ChunkOrders
+from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES, ChunkOrders
 from jaxtrain.schedule.packing import PACKINGS
-from jaxtrain.schedule.placement import Placement, balanced, cut, spread
+from jaxtrain.schedule.placement import PLACEMENTS, Placement, TimesToBalance, balanced, cut, spread
 from jaxtrain.schedule.repeated_table import repeated, same_sums
-from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
-from jaxtrain.schedule.table import VOCABULARIES, Table
-from jaxtrain.schedule.table_search import ANY_REPEATS, Report, part_of
+from jaxtrain.schedule.table import VOCABULARIES, ScheduleError, Table
+from jaxtrain.schedule.table_search import ANY_REPEATS, ReportProgress, report_share
 from jaxtrain.schedule.table_spec import Cost, TableSpec, cost, memory_of
 from jaxtrain.schedule.validator import check
 
-MESSAGE = 0.02  # of F, where the config names no times
 # the vocabulary is on the end stages alone where that saves more than a twentieth of the step
 SAVED_MEMORY = 0.95
 BUSY = 1.1  # of the mean work of a stage: what the busiest one works beyond that is worth a word
@@ -54,12 +63,14 @@ class _Candidate:
     shares: tuple[float, ...]
 
     @property
-    def weighed(self) -> Cost:
+    def weighted_cost(self) -> Cost:
         """The cost by which the two places of the vocabulary are compared.
 
         Time is weighed against memory: embedding and head sharded over all stages need less of it
         than on the end stages alone.
         """
+        # The end stages alone have the vocabulary only where the step then takes less than 95 % of
+        # the time. Among tables of one place of the vocabulary the factor changes nothing.
         factor = SAVED_MEMORY if self.table.vocabulary == "parallel" else 1.0
         return self.cost._replace(time=self.cost.time * factor)
 
@@ -144,54 +155,8 @@ def times_of(config: ResolvedConfig) -> Times:
     if not known and stages > 1 and config.train.hardware:
         known = op_times(config, load(config.train.hardware))
     model = model_of(config.model, config.data.sequence_length)
-    return complete_times(known, model, stages, has_recompute_ops(pipeline.remat))
-
-
-def has_recompute_ops(remat: str) -> bool:
-    """True if an op R of its own recomputes what `pipeline.remat` says, and not B."""
-    return remat_of(remat).mode == "full"
-
-
-def saved_fractions(remat: str, sizes: Sequence[int]) -> tuple[float, ...]:
-    """The fraction of each unit's layers that save all while `pipeline.remat` has others
-    recomputed; () where no unit has such layers. sizes: the layers of each unit."""
-    recomputed = [remat_of(remat).recomputed(size) for size in sizes]
-    if not any(recomputed) or recomputed == [*sizes]:
-        return ()
-    return tuple(1 - each / max(1, size) for each, size in zip(recomputed, sizes, strict=True))
-
-
-def complete_times(known: Sequence[float], model: Model, stages: int, recomputes: bool) -> Times:
-    """The op times that are known, in the order of `pipeline.times`; the others follow from the
-    model's sizes, and so do all, with F = 1, where none are known. recomputes: there are Rs"""
-    recompute = float(recomputes and stages > 1)
-    # A module that predicts a further token is another head, a layer and its projection, forward
-    # and backward.
-    module = model.vocab_size * model.width + model.layer().per_token + 2 * model.width**2
-    stage = model.layer().per_token * model.layers / stages
-    head = 3 * (model.vocab_size * model.width + model.mtp_depth * module) / stage
-    # The dense layers before the others run forward with the embedding, and forward and backward
-    # with its gradient: four times, in two.
-    embed = 2 * model.dense_layers * model.layer(dense=True).per_token / stage
-    if not known:
-        return Times(1.0, 1.0, 1.0, MESSAGE, recompute, head, embed=embed)
-    forward, *named = known
-    left_out = (0.0, recompute * forward, head * forward, 0.0, 0.0, embed * forward)
-    backward, weights, message, recompute, head, both, update, embed = (
-        *named,
-        *left_out[len(named) - 2 :],
-    )
-    return Times(
-        forward,
-        backward,
-        weights,
-        message,
-        recompute,
-        head,
-        embed=embed,
-        update=update,
-        overlap=forward + backward - both if both else 0.0,
-    )
+    recomputes = has_recompute_ops(pipeline.remat)
+    return complete_times(KnownTimes(*known) if known else None, model, stages, recomputes)
 
 
 # --- the search -----------------------------------------------------------------------------------
@@ -201,12 +166,14 @@ _SETUPS: dict[ResolvedConfig, Setup] = {}  # of the last configs, oldest first
 MOST_SETUPS = 16
 
 
-def make_setup(config: ResolvedConfig, report: Report = table_search.silent) -> Setup:
+def make_setup(config: ResolvedConfig, report: ReportProgress = table_search.silent) -> Setup:
     """The tables of a config; the same object as long as it is one of the last MOST_SETUPS.
 
     report: is told how far the search for a table has come, where there is one. Raises ConfigError
     for a schedule that does not fit.
     """
+    # Checks, the planner and the trainer ask for the same setup, and a search takes seconds. A dict
+    # keeps its insertion order, so the oldest one goes first.
     if config not in _SETUPS:
         times = times_of(config)
         setup = _Search(config.model, config.pipeline, config.mesh.stage, times, report).setup()
@@ -224,7 +191,7 @@ class _Search:
     pipeline: PipelineConfig
     stages: int
     times: Times
-    report: Report
+    report: ReportProgress
 
     def setup(self) -> Setup:
         """The setup of the best table. Raises ConfigError for a schedule that does not fit."""
@@ -235,7 +202,8 @@ class _Search:
         try:
             memory = pipeline.memory or None
             if pipeline.schedule == "auto" and not memory:
-                # as many residuals as a stage holds in 1F1B with the same permutes
+                # `auto` without a bound takes as much memory as 1F1B with the same permutes: the
+                # schedule that a user would otherwise have. More memory is only for who asks.
                 sizes = spread(layers, stages)
                 spec = TableSpec(
                     ONE_CHUNK,
@@ -248,8 +216,6 @@ class _Search:
                 )
                 memory = memory_of(by_name.make_table(spec))
             candidates = self._candidates(memory)
-        except ConfigError:
-            raise
         except table_search.MemoryTooSmall as error:
             if pipeline.memory:
                 raise ConfigError(
@@ -259,15 +225,18 @@ class _Search:
                     fixes=values_for("pipeline.memory", [error.least, 0.0]),
                 ) from None
             candidates = self._candidates(error.least)
-        except ValueError as error:
-            reason, _, instead = str(error).partition(": use ")
+        except ScheduleError as error:
+            # The ConfigError's own fixes are flags. The error's is in words of its file, and stands
+            # in brackets.
+            instead = f" (use {error.use})" if error.use else ""
             raise ConfigError(
                 "pipeline.schedule",
                 pipeline.schedule,
-                f"does not work: {reason}{f' (use {instead})' * bool(instead)}",
+                f"does not work: {error.problem}{instead}",
                 fixes=values_for("pipeline.schedule", SCHEDULES),
             ) from None
-        best = min(candidates, key=lambda candidate: candidate.weighed)
+        # Of equal candidates the earliest: fewer chunks, then the vocabulary on all stages.
+        best = min(candidates, key=lambda candidate: candidate.weighted_cost)
         self.report("check", 1.0)
         check(best.table)
         placement = Placement(layers, stages, stage_of=best.table.stage_of, sizes=best.sizes)
@@ -288,6 +257,8 @@ class _Search:
             )
         table = repeated(best.table, steps, self.times, best.shares, pipeline.permute)
         check(table)
+        # Head and embedding add to one array, the gradient of tied tables, where they are on the
+        # same devices. Several steps in a program must add in the order of one step, bit for bit.
         shares_sum = table.vocabulary == "parallel" or table.stage_of[0] == table.stage_of[-1]
         if self.model.tied_embeddings and shares_sum and not same_sums(table, best.table):
             raise ConfigError(
@@ -316,6 +287,10 @@ class _Search:
             repeats = [n for n in ANY_REPEATS if n * stages <= self.model.layers]
             if pipeline.chunk_layers:
                 repeats = (len(pipeline.chunk_layers) // stages,)
+        if not repeats:
+            raise ScheduleError(f"{self.model.layers} layers are fewer than {stages} stages")
+        # A file's table has its vocabulary's place. Dense layers and prediction modules run with
+        # embedding and head, on one stage each, so these cannot be split over stages.
         vocabularies: Sequence[str] = (pipeline.vocabulary,)
         file = self._file
         if pipeline.vocabulary == "auto" and not isinstance(file, Table):
@@ -326,10 +301,12 @@ class _Search:
         total, done = max(1, sum(repeats) * len(vocabularies)), 0
         candidates, too_small = [], []
         for number, vocabulary in itertools.product(repeats, vocabularies):
-            part = part_of(self.report, done / total, number / total)
+            report = report_share(self.report, done / total, number / total)
             for chunks in self._cuts(number):
                 try:
-                    candidates.append(self._candidate(number, chunks, vocabulary, memory, part))
+                    candidates.append(self._candidate(number, chunks, vocabulary, memory, report))
+                # One candidate that does not fit is no error. If none does, the least bound that
+                # would do for any of them is the fix.
                 except table_search.MemoryTooSmall as error:
                     too_small.append(error.least)
             done += number
@@ -340,11 +317,11 @@ class _Search:
     @functools.cached_property
     def _file(self) -> Table | ChunkOrders | None:
         """The file's schedule, which fits the config; None for a named one. Raises ConfigError for
-        one that does not fit, and ValueError for one that cannot be read."""
+        one that does not fit, and ScheduleError for one that cannot be read."""
         if not self.pipeline.schedule.startswith(CSV):
             return None
         file = read_schedule(self.pipeline.schedule.removeprefix(CSV))
-        _check_fits(file, self.model, self.pipeline, self.stages)
+        check_fits(file, self.model, self.pipeline, self.stages)
         return file
 
     def _cuts(self, repeats: int) -> list[tuple[int, ...]]:
@@ -353,9 +330,9 @@ class _Search:
         if pipeline.chunk_layers:
             return [pipeline.chunk_layers]
         if isinstance(file, Table):
-            units = _units_of_chunks(file)
-            firsts = itertools.accumulate((0, *units[:-1]))
-            stages_of = [tuple(file.stage_of[first] for first in firsts)]
+            units = units_of_chunks(file)
+            lowest_units = itertools.accumulate((0, *units[:-1]))
+            stages_of = [tuple(file.stage_of[unit] for unit in lowest_units)]
         elif file:
             units, stages_of = (1,) * len(file.stage_of), [file.stage_of]
         else:
@@ -367,11 +344,13 @@ class _Search:
             return [spread(layers, len(units), pipeline.layer_costs)]
         # Layers that no chunk has stand before the first chunk or after the last one, which may be
         # without others.
+        # `times` are of a stage, and the time of one layer is what there is to balance: 4 stages, 8
+        # layers and F + B + W + R = 6 make 3 for each layer.
         saved = times.overlap if pipeline.overlap else 0.0
         layer = (times.F + times.B + times.W + times.R - saved) * self.stages / layers
-        seconds = layer, 2 * times.embed, times.head
-        least = _least_layers(units)
-        return list(dict.fromkeys(balanced(layers, each, least, *seconds) for each in stages_of))
+        work = TimesToBalance(layer, before=2 * times.embed, after=times.head)
+        least = least_layers(units)
+        return list(dict.fromkeys(balanced(layers, each, least, work) for each in stages_of))
 
     def _candidate(
         self,
@@ -379,17 +358,21 @@ class _Search:
         chunks: tuple[int, ...],
         vocabulary: str,
         memory: float | None,
-        report: Report,
+        report: ReportProgress,
     ) -> _Candidate:
         """A table with `repeats` chunks on a stage, of so many layers each; of `auto`, within
         `memory` residuals of a stage."""
         pipeline, stages, layers = self.pipeline, self.stages, self.model.layers
+        # A file's table says how many units each chunk has; orders and named schedules take the
+        # setting's.
         file = self._file
         if isinstance(file, Table):
-            units_per_chunk = _units_of_chunks(file)
+            units_per_chunk = units_of_chunks(file)
             sizes = tuple(itertools.chain.from_iterable(map(spread, chunks, units_per_chunk)))
         else:
             units_per_chunk, sizes = cut(chunks, pipeline.layers_per_op)
+        # A unit's share is the cost of its layers over that of a mean stage. 8 layers of cost 1 on
+        # 4 stages, a unit of 3 layers: 3 / (8 / 4) = 1.5.
         costs = pipeline.layer_costs or (1.0,) * layers
         ends, saved = itertools.accumulate(sizes), saved_fractions(pipeline.remat, sizes)
         shares = tuple(
@@ -419,130 +402,3 @@ class _Search:
         else:
             table = by_name.make_table(spec, report)
         return _Candidate(cost(table, spec), table, sizes, shares)
-
-
-# --- a file's table and the config ----------------------------------------------------------------
-
-
-def _units_of_chunks(table: Table) -> tuple[int, ...]:
-    """The number of units of each chunk of a table."""
-    return tuple(table.chunk_of.count(chunk) for chunk in sorted(set(table.chunk_of)))
-
-
-def _check_fits(
-    file: Table | ChunkOrders, model: ModelConfig, pipeline: PipelineConfig, stages: int
-) -> None:
-    """Raises ConfigError unless a file's schedule does what the config says.
-
-    Its fix is all that the file needs changed, at once: whoever names a file asks for that
-    schedule, and not for the least change.
-    """
-    schedule = pipeline.schedule
-    by_names = values_for("pipeline.schedule", SCHEDULES)
-    table = file if isinstance(file, Table) else None
-    if table and table.forward_only:
-        raise ConfigError(
-            "pipeline.schedule",
-            schedule,
-            "has F ops alone, and training needs their B and W",
-            fixes=by_names,
-        )
-    units = _units_of_chunks(table) if table else (1,) * len(file.stage_of)
-    needs = [
-        *_needed_sizes(file, units, pipeline, stages),
-        *(_needed_by_table(table, pipeline) if table else ()),
-        *_needed_layers(units, model, pipeline, stages),
-    ]
-    if needs:
-        changes = {path: value for need in needs for path, value in need.fixes[0].items()}
-        raise ConfigError(needs[0].field, needs[0].value, needs[0].rule, fixes=[changes])
-    if table and table.vocabulary == "parallel" and (name := ends_with_layers(model)):
-        raise ConfigError(
-            f"model.{name}",
-            getattr(model, name),
-            f"needs embedding and head on one stage, and {schedule} shares them",
-            fixes=[{f"model.{name}": 0}, *by_names],
-        )
-
-
-def _change(path: str, value: object, rule: str, needed: object) -> ConfigError:
-    return ConfigError(path, value, rule, fixes=[{path: needed}])
-
-
-def _needed_sizes(
-    file: Table | ChunkOrders, units: Sequence[int], pipeline: PipelineConfig, stages: int
-) -> Iterator[ConfigError]:
-    """An error, with one fix, for each number of stages, microbatches and chunks that is not the
-    file's. units: of each chunk"""
-    name, chunks = pipeline.schedule, len(units)
-    for path, value, needed in (
-        ("mesh.stage", stages, file.stages),
-        ("pipeline.microbatches", pipeline.microbatches, file.microbatches),
-    ):
-        if value != needed:
-            yield _change(path, value, f"is not the {needed} of the table of {name}", needed)
-    if pipeline.repeats and pipeline.repeats != chunks / file.stages:
-        yield _change(
-            "pipeline.repeats",
-            pipeline.repeats,
-            f"is not that of {name}, {chunks} chunks on {file.stages} stages",
-            0,
-        )
-    if pipeline.chunk_layers and len(pipeline.chunk_layers) != chunks:
-        yield _change(
-            "pipeline.chunk_layers",
-            pipeline.chunk_layers,
-            f"has another number than the {chunks} chunks of {name}",
-            (),
-        )
-
-
-def _needed_by_table(table: Table, pipeline: PipelineConfig) -> Iterator[ConfigError]:
-    """An error, with one fix, for each setting that a file's table does not have; orders leave them
-    open."""
-    name = pipeline.schedule
-    recomputes = has_recompute_ops(pipeline.remat)
-    if table.recompute and not recomputes:
-        yield _change(
-            "pipeline.remat", pipeline.remat, f"does not go with the R ops of {name}", "full"
-        )
-    if recomputes and not table.recompute:
-        yield _change(
-            "pipeline.remat", pipeline.remat, f"needs R ops, and {name} has none", "selective"
-        )
-    if pipeline.vocabulary not in ("auto", table.vocabulary):
-        yield _change(
-            "pipeline.vocabulary", pipeline.vocabulary, f"is not that of {name}", table.vocabulary
-        )
-
-
-def _least_layers(units: Sequence[int]) -> tuple[int, ...]:
-    """The fewest layers of each chunk: one for each of its units, or none in a first or last chunk
-    of one unit."""
-    ends = (0, len(units) - 1)
-    return tuple(0 if chunk in ends and n == 1 else n for chunk, n in enumerate(units))
-
-
-def _needed_layers(
-    units: Sequence[int], model: ModelConfig, pipeline: PipelineConfig, stages: int
-) -> Iterator[ConfigError]:
-    """An error, with one fix, if the layers do not fill a file's units. units: of each chunk"""
-    name, chunks, layers = pipeline.schedule, len(units), model.layers
-    at_least = _least_layers(units)
-    # as with a named schedule, no stage is without layers but by pipeline.chunk_layers
-    needed = sum(at_least if chunks > stages else units)
-    if needed > layers:
-        enough = needed if len(set(units)) == 1 else chunks * max(units)
-        yield _change("model.layers", layers, f"are fewer than the units of {name}", enough)
-        return
-    given = pipeline.chunk_layers if len(pipeline.chunk_layers) == chunks else ()
-    if ends_with_layers(model) and not given and not pipeline.layer_costs:
-        return  # `_cuts` gives each chunk what it needs
-    sizes = given or spread(layers, chunks, pipeline.layer_costs)
-    if any(size < least for size, least in zip(sizes, at_least, strict=True)):
-        rule = f"leaves a chunk fewer layers than it has units in {name}"
-        cuts = [field for field in ("chunk_layers", "layer_costs") if getattr(pipeline, field)]
-        if cuts:
-            yield _change(f"pipeline.{cuts[0]}", getattr(pipeline, cuts[0]), rule, ())
-        else:
-            yield _change("model.layers", layers, rule, chunks * max(units))

@@ -161,11 +161,9 @@ def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = Non
     try:
         target = os.path.realpath(path)
         if folder is not None and not belongs(pathlib.Path(target), folder):
-            raise OSError(
-                errno.EPERM,
-                f"it is a link to {target[:200]!r}, outside of the folder",
-                os.fspath(path),
-            )
+            is_link = target != os.path.abspath(path)  # else the path itself leads there, by "../"
+            why = f"it is a link to {target[:200]!r}," if is_link else "it lies"
+            raise OSError(errno.EPERM, f"{why} outside of the folder", os.fspath(path))
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except ValueError:  # NUL, or half of a surrogate pair
         raise OSError(errno.EINVAL, "no file has such a name", os.fspath(path)) from None

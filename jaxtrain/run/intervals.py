@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from jaxtrain.config import TrainConfig
-from jaxtrain.config.settings import CheckpointConfig
+from jaxtrain.config import CheckpointConfig, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,11 @@ def next_commands(
     """
     python = shlex.quote(sys.executable.removeprefix(os.getcwd() + os.sep))
     listed = lambda flags: " ".join(flag_text(name, value) for name, value in flags.items())
-    again = f"{python} -m jaxtrain.train {flag_text('config', os.path.join(folder, CONFIG_FILE))}"
+    same_command = (
+        f"{python} -m jaxtrain.train {flag_text('config', os.path.join(folder, CONFIG_FILE))}"
+    )
     return [
         f"files: {folder}: checkpoints/, {CONFIG_FILE}, metrics.jsonl, loss.png, goodput.png",
         f"write text: {python} -m jaxtrain.generate {listed({'workdir': folder} | generate)}",
-        f"train on: {again if processes == 1 else 'the same command with'} {listed(train)}",
+        f"train on: {same_command if processes == 1 else 'the same command with'} {listed(train)}",
     ]

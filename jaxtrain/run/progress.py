@@ -192,8 +192,8 @@ def bar_line(step: int, total: int, parts: dict[str, str], width: int) -> str:
     size = min(width - len(f"{count} || {rest}^C"), BAR_SIZES[1])  # a terminal writes ^C behind it
     if size < BAR_SIZES[0]:
         return dot.join(filter(None, [count, rest]))[:width]
-    full, part = divmod(size * 8 * step // max(total, 1), 8)
-    bar = (EIGHTHS[-1] * full + EIGHTHS[part] * bool(part)).ljust(size)
+    full, eighths = divmod(size * 8 * step // max(total, 1), 8)
+    bar = (EIGHTHS[-1] * full + EIGHTHS[eighths] * bool(eighths)).ljust(size)
     return f"{count} |{bar}| {rest}".rstrip()
 
 
@@ -205,8 +205,8 @@ def _duration(seconds: float) -> str:
 
 
 class SearchProgress:
-    """A search.Report that shows a search's progress, and a context that clears its line at the
-    end.
+    """A table_search.ReportProgress that shows a search's progress, and a context that clears its
+    line at the end.
 
     Args:
       title: of the line, such as "tables".

@@ -24,8 +24,10 @@ class Speculation:
         self.tries = not clip_norm
         self.together = self.steps = 0
         self._dispatched: list[bool] = []  # of programs that are not reported: tried together
-        self._right: list[bool] = []  # of the steps of the program that is being reported
-        self._was_right, self._phases = True, 0  # of one program after the other with wrong steps
+        # of each step of the program that is being reported: neither clipped nor skipped
+        self._accepted: list[bool] = []
+        # whether the program before had such steps alone; series of programs that had others
+        self._was_accepted, self._series = True, 0
 
     def dispatched(self, together: bool) -> None:
         """A program has been dispatched whose steps are tried together, or not."""
@@ -35,23 +37,25 @@ class Speculation:
         """A step of the oldest program that is not reported yet had these numbers."""
         clipped = self._clip_norm and not grad_norm < self._clip_norm
         skipped = self._skips and not (math.isfinite(loss) and math.isfinite(grad_norm))
-        self._right.append(not (clipped or skipped))
+        self._accepted.append(not (clipped or skipped))
 
     def ran(self, first: int, last: int) -> None:
         """That program is reported, with its steps from `first` to `last`."""
-        tried, right, self._right = self._dispatched.pop(0), self._right, []
-        self.tries = right[-1]
-        begin = right.index(False) if tried and not all(right) else 0  # of those one at a time
-        self.steps += len(right)
+        tried, accepted, self._accepted = self._dispatched.pop(0), self._accepted, []
+        self.tries = accepted[-1]
+        begin = (
+            accepted.index(False) if tried and not all(accepted) else 0
+        )  # of those one at a time
+        self.steps += len(accepted)
         if tried:
-            self.together += begin or len(right) * all(right)
-        before, self._was_right = self._was_right, all(right)
-        if all(right) or not before:
+            self.together += begin or len(accepted) * all(accepted)
+        before, self._was_accepted = self._was_accepted, all(accepted)
+        if all(accepted) or not before:
             return
-        self._phases += 1
-        if self._phases & (self._phases - 1) == 0:
+        self._series += 1
+        if self._series & (self._series - 1) == 0:
             steps = f"steps {first + begin} to {last}" if first + begin < last else f"step {last}"
-            times = f" (for the {self._phases}th time)" if self._phases > 2 else ""
+            times = f" (for the {self._series}th time)" if self._series > 2 else ""
             self._log(
                 f"note: {steps} ran one at a time{times}, because a gradient was clipped or an "
                 "update skipped; so does a program that follows such a step"
@@ -64,4 +68,4 @@ class Speculation:
     def go_back(self, _: Any) -> None:
         """Forgets what was dispatched: the run goes back."""
         self._dispatched.clear()
-        self._right.clear()
+        self._accepted.clear()

@@ -254,10 +254,11 @@ class TerminalLine:
 def counting(
     words: str, stream: TextIO, shown: bool = True
 ) -> Iterator[Callable[[int, int], None]]:
-    """A context in which a terminal shows how many of something are done; its value is called with
-    that number and with all.
+    """A context in which a terminal shows a line such as "3 of 10 tensors checked". It yields
+    progress(done, total), which draws the line, unless it drew one less than REDRAW seconds ago:
+    the last number may never show.
 
-    words: what is counted, such as "tensors checked"; stream, shown: as of TerminalLine
+    words: "tensors checked"; stream, shown: as in TerminalLine
     """
     line = TerminalLine(stream, shown)
     try:

@@ -49,7 +49,7 @@ from jaxtrain.runtime.equations import (
     is_part,
     variables,
 )
-from jaxtrain.runtime.interleave import OpInParts, sends
+from jaxtrain.runtime.interleave import TracedOp, sends
 
 # Values that cost no arithmetic: their operands cross in their place.
 VIEWS = frozenset(
@@ -441,12 +441,12 @@ class LayerSplit:
 
     def _op(
         self, op: LayerOp, params, extra, values: dict, outputs: Sequence, pack: Callable
-    ) -> OpInParts:
+    ) -> TracedOp:
         """An op, not yet evaluated. values: variable → array, first what another layer has made;
         pack: the outputs' arrays → the op's result"""
         env = self._consts | dict(zip(self._params, jax.tree.leaves(params), strict=True))
         env |= dict(zip(self._extras, jax.tree.leaves(extra), strict=True)) | values
-        return OpInParts(self._equations[op], env, next(iter(values)), outputs, pack)
+        return TracedOp(self._equations[op], env, next(iter(values)), outputs, pack)
 
     def reads(self, op: LayerOp) -> Any:
         """A tree of bools like the parameters, a quantized one as one: whether an op reads each."""
@@ -459,7 +459,7 @@ class LayerSplit:
             zip(self._for_w, residuals.for_w, strict=True)
         )
 
-    def forward(self, op: LayerOp, params, x: jax.Array, extra) -> OpInParts:
+    def forward(self, op: LayerOp, params, x: jax.Array, extra) -> TracedOp:
         """FORWARD, or WHOLE by its trace. Its result: (y, which has the shape of x; what the
         backward reads, None for WHOLE)."""
         saved = [*self._for_b, *self._for_w] if op is LayerOp.FORWARD else []
@@ -475,7 +475,7 @@ class LayerSplit:
         """Returns (y, which has the shape of x; what the backward reads)."""
         return self.forward(LayerOp.FORWARD, params, x, extra).run()
 
-    def recompute(self, params, x: jax.Array, extra) -> OpInParts:
+    def recompute(self, params, x: jax.Array, extra) -> TracedOp:
         """RECOMPUTE. Its result: what the backward reads, without y and what y alone needs."""
         n, saved = len(self._for_b), [*self._for_b, *self._for_w]
         pack = lambda values: Residuals(values[:n], values[n:])
@@ -486,7 +486,7 @@ class LayerSplit:
         """True if the layer sends tokens to devices that have their experts, or heads."""
         return any(map(sends, self._equations[LayerOp.RECOMPUTE]))
 
-    def backward(self, params, extra, residuals: Residuals, g: jax.Array) -> OpInParts:
+    def backward(self, params, extra, residuals: Residuals, g: jax.Array) -> TracedOp:
         """INPUT_GRADIENT, from the gradient g of y. Its result: (the gradient of x, the weight
         stash)."""
         values = {self._g: g, **self._by_variable(residuals)}
@@ -517,3 +517,24 @@ class LayerSplit:
         pack = lambda values: (jax.tree.unflatten(self._tree, values[1:]), values[0])
         outputs = [self._dx, *self._dp]
         return self._op(LayerOp.BACKWARD, params, extra, values, outputs, pack).run()
+
+
+class RecomputedLayer:
+    """A layer whose backward runs it once more from its input, the one residual: full remat on one
+    stage. It has the methods of a LayerSplit that forward and backward at once need.
+
+    on_host: the input lies in the host's memory
+    """
+
+    def __init__(self, layer: Callable, params, x: jax.ShapeDtypeStruct, on_host: bool = False):
+        self.layer, self.residuals, self.on_host = layer, x, on_host
+        self._reads = jax.tree.map(lambda _: True, params)
+
+    def reads(self, op: LayerOp) -> Any:
+        return self._reads
+
+    def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, jax.Array]:
+        return self.layer(params, x, extra), x
+
+    def gradients(self, params, extra, x: jax.Array, g: jax.Array) -> tuple[Any, jax.Array]:
+        return fp8.vjp(lambda p, x: self.layer(p, x, extra), params, x)[1](g)

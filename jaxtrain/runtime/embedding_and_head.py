@@ -40,7 +40,13 @@ from jaxtrain.parallel.zero import (
     sequences_to_columns,
     unsharded_shape,
 )
-from jaxtrain.runtime.loss import VocabularyPart, loss_and_gradients, loss_sum
+from jaxtrain.runtime.loss import (
+    LossInputs,
+    OutputHead,
+    VocabularyShard,
+    loss_and_gradients,
+    loss_sum,
+)
 from jaxtrain.runtime.tick_state import Constants, ModelTree, TickState, Tree
 
 
@@ -128,6 +134,58 @@ class _Predictions(NamedTuple):
     by_output: jax.Array
 
 
+# ---------------------------------------------------------------------- ZeRO inside the ops
+
+
+def _gathered(zero: Zero, params, reductions):
+    """The parameters of ZeRO's stage 3, unsharded; others as they are."""
+    if not zero.gathers_in_ops:
+        return params
+    return jax.tree.map(lambda reduction, a: gather(a, reduction), reductions, params)
+
+
+def _opened(zero: Zero, sums, reductions, specs, mesh_sizes: Mapping[str, int]):
+    """An accumulator for a microbatch's gradients: the sums, or zeros of the full shape where the
+    sums are this device's shards. `_closed` is its reverse."""
+
+    def zeros(a, reduction, spec):
+        if not reduction.shard_axes:
+            return a
+        shape = unsharded_shape(a.shape, reduction, mesh_sizes)
+        return constrain(jnp.zeros(shape, a.dtype), spec.axes)
+
+    return jax.tree.map(zeros, sums, reductions, specs) if zero.reduces_in_ops else sums
+
+
+def _closed(zero: Zero, sums, added, reductions):
+    """The sums, after gradients were added to the accumulator of `_opened`."""
+
+    def reduced(a, full, reduction):
+        if not reduction.shard_axes:
+            return full
+        return a + reduce_in_op(full, reduction, zero.dtype)
+
+    if not zero.reduces_in_ops:
+        return added
+    return jax.tree.map(reduced, sums, added, reductions)
+
+
+def _added(zero: Zero, sums, gradients, reductions):
+    """The sums with a microbatch's gradients, which have the full shape."""
+    if zero.reduces_in_ops:
+        gradients = jax.tree.map(lambda g, r: reduce_in_op(g, r, zero.dtype), gradients, reductions)
+    return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients)
+
+
+def _in_turn(zero: Zero, reduced, gradients):
+    """Both, of which the gradients wait for the sums that were reduced before them, where each is
+    reduced in its op. Else XLA's GPU compiler joins all collectives to one at the op's end, which
+    overlaps with no product."""
+    if not zero.reduces_in_ops:
+        return reduced, gradients
+    return lax.optimization_barrier((reduced, gradients))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class EmbeddingAndHead:
     """The ops before the first and after the last unit.
@@ -140,7 +198,7 @@ class EmbeddingAndHead:
     dtype: of activations
     zero, reductions: which part of the parameters before and after the layers is on this device,
         and which of their gradients stays
-    sizes: of the mesh's axes
+    mesh_sizes: axis of the mesh → its size
 
     The methods take the microbatch's index, a traced int32. x, y and gradients g are activations
     [B, T, D].
@@ -154,7 +212,7 @@ class EmbeddingAndHead:
     shared: bool
     zero: Zero
     reductions: ModelTree
-    sizes: Mapping[str, int]
+    mesh_sizes: Mapping[str, int]
 
     # ------------------------------------------------------------------ between stages
 
@@ -173,45 +231,6 @@ class EmbeddingAndHead:
     def _first_row(self, table):
         """The row of the vocabulary at which this stage's part of a table begins."""
         return lax.axis_index(STAGE) * table.shape[0] if self.shared else 0
-
-    # ------------------------------------------------------------------ between data shards
-
-    def _gathered(self, params, reductions):
-        if not self.zero.gathers_in_ops:
-            return params
-        return jax.tree.map(lambda reduction, a: gather(a, reduction), reductions, params)
-
-    def _open(self, sums, reductions, specs):
-        """An accumulator for a microbatch's gradients: the sums, or zeros of the full shape where
-        the sums are this device's part."""
-
-        def zeros(a, reduction, spec):
-            if not reduction.shard_axes:
-                return a
-            shape = unsharded_shape(a.shape, reduction, self.sizes)
-            return constrain(jnp.zeros(shape, a.dtype), spec.axes)
-
-        return jax.tree.map(zeros, sums, reductions, specs) if self.zero.reduces_in_ops else sums
-
-    def _close(self, sums, added, reductions):
-        """The sums, after gradients were added to the accumulator of `_open`."""
-
-        def reduced(a, full, reduction):
-            if not reduction.shard_axes:
-                return full
-            return a + reduce_in_op(full, reduction, self.zero.dtype)
-
-        if not self.zero.reduces_in_ops:
-            return added
-        return jax.tree.map(reduced, sums, added, reductions)
-
-    def _add(self, sums, gradients, reductions):
-        """The sums with a microbatch's gradients."""
-        if self.zero.reduces_in_ops:
-            gradients = jax.tree.map(
-                lambda g, r: reduce_in_op(g, r, self.zero.dtype), gradients, reductions
-            )
-        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients)
 
     def _lookup(self, embed: Tree, tokens):
         """The tokens' vectors of this stage's part of the table."""
@@ -255,7 +274,7 @@ class EmbeddingAndHead:
         return map(str, range(self.parts.cfg.dense_layers))
 
     def _dense_params(self, constants: Constants, i: str) -> Tree:
-        return self._gathered(constants.params.first[i], self.reductions.first[i])
+        return _gathered(self.zero, constants.params.first[i], self.reductions.first[i])
 
     def _embedded(self, constants: Constants, microbatch) -> jax.Array:
         """The embeddings of a microbatch's tokens, with positions: the first layer's input."""
@@ -265,7 +284,7 @@ class EmbeddingAndHead:
         x = self._lookup(params, tokens)
         if "positions" in params:
             reduction = self.reductions.embed["positions"]
-            params["positions"] = self._gathered(params["positions"], reduction)
+            params["positions"] = _gathered(self.zero, params["positions"], reduction)
         return self.parts.embedder(params).add_positions(self._sum(x), positions)
 
     def embed_gradient(
@@ -282,9 +301,15 @@ class EmbeddingAndHead:
         embed["table"] = self._add_lookup(embed["table"], lookup)
         if "positions" in embed:
             before, reduction = embed["positions"], self.reductions.embed["positions"]
-            opened = self._open(before, reduction, self.parts.specs["embed"]["positions"])
+            opened = _opened(
+                self.zero,
+                before,
+                reduction,
+                self.parts.specs["embed"]["positions"],
+                self.mesh_sizes,
+            )
             added = add_position_gradient(opened, positions, self._on_stage(g, self.first_stage))
-            embed["positions"] = self._close(before, added, reduction)
+            embed["positions"] = _closed(self.zero, before, added, reduction)
         return ModelTree(embed=embed, first=dense)
 
     def _add_dense(self, sums: Tree, constants: Constants, microbatch, g) -> tuple[Tree, jax.Array]:
@@ -300,17 +325,9 @@ class EmbeddingAndHead:
         for i, vjp in reversed(backward):
             gradients, g = vjp(g)
             if previous:
-                sums[previous], gradients = self._in_turn(sums[previous], gradients)
-            sums[i], previous = self._add(sums[i], gradients, self.reductions.first[i]), i
+                sums[previous], gradients = _in_turn(self.zero, sums[previous], gradients)
+            sums[i], previous = _added(self.zero, sums[i], gradients, self.reductions.first[i]), i
         return sums, g
-
-    def _in_turn(self, reduced, gradients):
-        """Both, of which the gradients wait for what was reduced before them, where each is reduced
-        in its op. Else XLA's GPU compiler joins the collectives of all, to one at the op's end with
-        no product beside it."""
-        if not self.zero.reduces_in_ops:
-            return reduced, gradients
-        return lax.optimization_barrier((reduced, gradients))
 
     # ------------------------------------------------------------------ the head
 
@@ -319,38 +336,43 @@ class EmbeddingAndHead:
         return HeadTree(tree.head, tree.embed["table"] if tied else None)
 
     def _head_params(self, constants: Constants) -> HeadTree:
-        return self._gathered(self._head_tree(constants.params), self._head_tree(self.reductions))
+        return _gathered(
+            self.zero, self._head_tree(constants.params), self._head_tree(self.reductions)
+        )
 
-    def _head(self, params: HeadTree) -> tuple[Callable, VocabularyPart]:
-        """Returns (head: (params, x) → logits, its part of the vocabulary)."""
+    def _output_head(self, params: HeadTree) -> OutputHead:
         table = params.head["table"] if params.table is None else params.table
         first_row = self._first_row(table)
-        head = lambda params, x: self.parts.head(params.head)(x, params.table, first_row)
-        return head, VocabularyPart(first_row, (STAGE,) if self.shared else ())
+        logits = lambda params, x: self.parts.head(params.head)(x, params.table, first_row)
+        shard = VocabularyShard(first_row, (STAGE,) if self.shared else ())
+        return OutputHead(logits, self.loss_chunk, shard)
 
-    def _closed(self, sums: HeadTree, added: HeadTree, reductions: HeadTree) -> HeadTree:
-        """`_close`, of the output matrix's gradient first, so that its sum overlaps with the
-        prediction modules' backward. The norm's gradient is known only after that."""
+    def _head_sums(self, sums: HeadTree, added: HeadTree, reductions: HeadTree) -> HeadTree:
+        """The head's gradient sums, from its accumulator `added`."""
         if sums.table is not None or not self.parts.cfg.mtp_depth:
-            return self._close(sums, added, reductions)
+            return _closed(self.zero, sums, added, reductions)
         close = lambda names, added: {
-            name: self._close(sums.head[name], added[name], reductions.head[name]) for name in names
+            name: _closed(self.zero, sums.head[name], added[name], reductions.head[name])
+            for name in names
         }
+        # The output matrix's gradient is reduced first, so that its collective overlaps with the
+        # prediction modules' backward. The norm's gradient is known only after that.
         names = [name for name in sums.head if name != "table"]
-        tables, others = self._in_turn(
-            close(["table"], added.head), {name: added.head[name] for name in names}
+        tables, others = _in_turn(
+            self.zero, close(["table"], added.head), {name: added.head[name] for name in names}
         )
         return sums._replace(head={**close(names, others), **tables})
+
+    def _loss_inputs(self, batch: Tree, microbatch, y: jax.Array) -> LossInputs:
+        targets, weights = (take(batch[name], microbatch) for name in ("targets", "weights"))
+        return LossInputs(self._broadcast(y, self.last_stage), targets, weights)
 
     def loss(self, constants: Constants, microbatch, y: jax.Array) -> jax.Array:
         """The microbatch's loss, from the last unit's output: a float32 scalar, 0 on all but one
         stage."""
-        params, batch = self._head_params(constants), constants.batch
-        head, part = self._head(params)
-        targets, weights = (take(batch[name], microbatch) for name in ("targets", "weights"))
-        y = self._broadcast(y, self.last_stage)
-        head_of = lambda x: head(params, x)
-        loss = loss_sum(head_of, y, targets, weights, self.loss_chunk, part)
+        params = self._head_params(constants)
+        inputs = self._loss_inputs(constants.batch, microbatch, y)
+        loss = loss_sum(self._output_head(params), params, inputs)
         return self._on_stage(loss, self.last_stage)
 
     def loss_and_gradients(
@@ -362,23 +384,19 @@ class EmbeddingAndHead:
         Of the state it reads and changes `loss`, `mtp_loss` and `gradients`.
         """
         params, sums = self._head_params(constants), self._head_tree(state.gradients)
-        head, part = self._head(params)
-        batch = constants.batch
-        targets, weights = (take(batch[name], microbatch) for name in ("targets", "weights"))
-        y = self._broadcast(y, self.last_stage)
+        head, inputs = self._output_head(params), self._loss_inputs(constants.batch, microbatch, y)
         reductions = self._head_tree(self.reductions)
         specs = self._head_tree(ModelTree(**self.parts.ends))
-        opened = self._open(sums, reductions, specs)
-        loss, added, g = loss_and_gradients(
-            head, params, opened, y, targets, weights, self.loss_chunk, part
-        )
+        opened = _opened(self.zero, sums, reductions, specs, self.mesh_sizes)
+        loss, added, g = loss_and_gradients(head, params, opened, inputs)
         embed, predictors = state.gradients.embed, state.gradients.predictors
         mtp_loss, lookups = state.mtp_loss, []
         if self.parts.cfg.mtp_depth:
-            predicted = self._predict(state, constants, microbatch, y, params, added)
+            predicted = self._predict(state, constants, microbatch, inputs.x_BTD, params, added)
             predictors, mtp_loss, lookups = predicted.sums, predicted.loss, predicted.lookups
             added, g = predicted.head_sums, g + predicted.by_output
-        sums = self._closed(sums, added, reductions)
+        sums = self._head_sums(sums, added, reductions)
+        # The table's sums last: a tied head adds to them, and each module looked tokens up.
         if sums.table is not None or lookups:
             table = embed["table"] if sums.table is None else sums.table
             for lookup in lookups:
@@ -408,8 +426,7 @@ class EmbeddingAndHead:
         A module continues from the stream after the norm before it, the head's or that of the
         module before. So that norm has two gradients: by the logits, and by the next module.
         """
-        head, part = self._head(params)
-        extra = positions_and_segments(constants.batch, microbatch)
+        head, extra = self._output_head(params), positions_and_segments(constants.batch, microbatch)
         follow = lambda module, norm, y, embedded: self.parts.predictor(module)(
             self.parts.norm(norm)(y), embedded, *extra
         )
@@ -417,21 +434,15 @@ class EmbeddingAndHead:
         loss, stream, norm = state.mtp_loss, y, params.head["norm"]
         modules: list[_Module] = []
         for d in map(str, range(self.parts.cfg.mtp_depth)):
-            module = dict(self._gathered(constants.params.predictors[d], all_reductions[d]))
+            module = dict(_gathered(self.zero, constants.params.predictors[d], all_reductions[d]))
             norm_before, norm = norm, module.pop("norm")
             batch = {name: take(a, microbatch) for name, a in constants.batch["mtp"][d].items()}
             embedded = self._lookup(embed, batch["tokens"])
             stream, vjp = fp8.vjp(follow, module, norm_before, stream, embedded)
             opened = head_sums.with_norm(jax.tree.map(jnp.zeros_like, norm))
+            inputs = LossInputs(stream, batch["targets"], batch["weights"])
             added_loss, added, by_stream = loss_and_gradients(
-                head,
-                params.with_norm(norm),
-                opened,
-                stream,
-                batch["targets"],
-                batch["weights"],
-                self.loss_chunk,
-                part,
+                head, params.with_norm(norm), opened, inputs
             )
             loss, head_sums = loss + added_loss, added.with_norm(head_sums.head["norm"])
             modules.append(_Module(d, batch["tokens"], vjp, by_stream, added.head["norm"]))
@@ -441,7 +452,7 @@ class EmbeddingAndHead:
             by_norm = jax.tree.map(jnp.add, by_norm, norm_by_next)
             by_module, norm_by_next, by_next, by_embedded = backward(by_stream + by_next)
             gradients = {**by_module, "norm": by_norm}
-            sums[name] = self._add(sums[name], gradients, all_reductions[name])
+            sums[name] = _added(self.zero, sums[name], gradients, all_reductions[name])
             lookups.append(_Lookup(tokens, by_embedded))
         by_norm = jax.tree.map(jnp.add, head_sums.head["norm"], norm_by_next)
         return _Predictions(loss, sums, head_sums.with_norm(by_norm), lookups, by_next)

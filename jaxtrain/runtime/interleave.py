@@ -1,25 +1,29 @@
 """Two ops of layers that do not wait for each other, so that messages of each go beside products of
 the other (DualPipe's cell, DeepSeek-V3 2024, section 3.2.1).
 
-An op's equations are cut at its messages, the all-to-alls of experts and of attention:
+Begin with `plan_pieces`: from the equations of both ops it makes a list of `Piece`s, without a
+value. `side_by_side` evaluates the list. An op's equations are cut at its messages, the all-to-alls
+of experts and of attention, and each column below is a piece:
 
     first    part 0 │ messages 0 │ part 1     │ messages 1 │ part 2
     second          │ part 0     │ messages 0 │ part 1     │ messages 1 │ part 2
 
-Messages in two steps, across nodes and inside them, are one column, whose part is cut in two: each
-step has products of its own beside it.
+Messages in two steps, across nodes and inside them, are two columns, between which part 0 of the
+second op is cut. So each step has products of its own beside it.
 
 XLA decides where in the program a message starts and where it is done. It starts messages as early
 as it can (devices/compiler_options.py), but ends them early, too, for it counts a small fusion for
-more than a product of matrices. So values wait for each other where their readers alone would not:
-a column begins when the message can be sent; what has arrived waits for the large products beside
-it, and what follows these products waits for what has arrived.
+more than a product of matrices. So a piece has three waits that the data alone does not ask for:
+
+    start     the part begins when the message can be sent, or it would begin before it
+    arrival   what has arrived is read after the large products beside the message
+    hold      what follows these products is computed after the message has arrived
 """
 
-import functools
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,137 +45,180 @@ from jaxtrain.runtime.equations import (
 LARGE = 1 / 16  # of the largest product of a part: a router's product is smaller
 
 
-class OpInParts:
-    """An op of a layer, which is evaluated at once by `run`, or in parts.
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedOp:
+    """An op of a layer as equations, with the arrays that they read. `run` evaluates it.
 
-    equations: in order; env: variable → array, of what they read; entry: the variable among these
-    that comes from another layer; outputs: variables of the results; pack: their list → the op's
-    result
+    equations: in order
+    inputs: variable → array, for all that the equations read
+    entry: the variable among these that comes from another layer
+    outputs: variables of the results
+    pack: the list of their arrays → the op's result
     """
 
-    def __init__(
-        self,
-        equations: Sequence,
-        env: dict[Any, Any],
-        entry: Any,
-        outputs: Sequence,
-        pack: Callable[[list], Any],
-    ):
-        self._equations, self._env, self._outputs, self._pack = equations, env, outputs, pack
-        self._arrived = [entry]  # what the next part begins with
-        self._read_numbers: dict[Any, jax.Array] = {}  # variable → the first number of its array
-        self._rest: Sequence = ()  # equations of the last part, after its last large products
+    equations: Sequence
+    inputs: dict[Any, Any]
+    entry: Any
+    outputs: Sequence
+    pack: Callable[[list], Any]
 
     def run(self) -> Any:
-        """The result, of all equations."""
-        self._evaluate(self._equations)
-        return self.result()
+        evaluation = _Evaluation(self)
+        evaluation.evaluate(self.equations)
+        return evaluation.result()
 
-    def result(self) -> Any:
-        return self._pack([value_of(a, self._env) for a in self._outputs])
 
-    @functools.cached_property
-    def _left(self) -> list[list]:
-        """The parts and messages that are not evaluated."""
-        return _parts(self._equations)
+# --- the plan -------------------------------------------------------------------------------------
 
-    @property
-    def is_done(self) -> bool:
-        return not self._left
 
-    def evaluate_part(self) -> None:
-        """Evaluates the next part by itself."""
-        self._rest = self._next()
-        self._evaluate(self._rest)
+class Wait(NamedTuple):
+    """Readers of the variables `waiting` of one op wait for the variables `awaited` of the
+    other."""
 
-    def send(self, other: "OpInParts", holds: bool) -> None:
-        """Evaluates the next messages beside the next part of another op. Messages of a second step
-        are sent, too, and then each step has a piece of the part beside it.
+    waiting: Sequence = ()
+    awaited: Sequence = ()
 
-        holds: whether what follows the large products of the part waits for the messages
-        """
-        part: Sequence = other._next()
-        far_first = _is_first_step_far(self._left[:3:2])
-        if far_first is not None:
-            piece, part = _pieces(part, other._peek(), far_first)
-            products = self._send(other, piece, part if _on_the_way(piece, part) else [])
-            other._arrived = products or other._arrived
-            other._evaluate(other._rest)
-            self.evaluate_part()
-        products = self._send(other, part, other._peek())
-        if holds:
-            other._wait(products, self, sorted(self._arrived, key=_size)[-1:])
-        other._evaluate(other._rest)
 
-    def _send(self, other: "OpInParts", piece: Sequence, following: Sequence) -> list:
-        """Evaluates the next messages beside equations of another op, up to their last large
-        products. Returns the results of these. following: the other op's next equations"""
-        messages = self._next()
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """Messages of one op, and equations of the other one that are evaluated beside them.
+
+    sender: 0: the first op sends, and the second one computes; 1: the other way round
+    messages: the sender's equations; none, if it has nothing to send
+    products: the other op's equations, up to its last large products
+    rest: its equations after these
+    start: of what the products begin with, for the rows that are sent
+    arrival: of what the messages bring, for the large products
+    hold: of the large products' results, for the largest array that the messages bring
+    """
+
+    sender: int
+    messages: Sequence
+    products: Sequence
+    rest: Sequence = ()
+    start: Wait = Wait()
+    arrival: Wait = Wait()
+    hold: Wait = Wait()
+
+    def __str__(self) -> str:
+        waits = {"start": self.start, "arrival": self.arrival, "hold": self.hold}
+        names = [name for name, wait in waits.items() if wait.waiting and wait.awaited]
+        return (
+            f"op {self.sender}: {len(self.messages)} messages; op {1 - self.sender}: "
+            f"{len(self.products)} + {len(self.rest)} equations; waits: {', '.join(names) or '-'}"
+        )
+
+
+def plan_pieces(first: TracedOp, second: TracedOp, holds_first: bool) -> list[Piece]:
+    """The pieces of two ops, in order: each equation once. holds_first: the first messages have a
+    `hold`, as all others have"""
+    ops = first, second
+    left = [_parts(op.equations) for op in ops]  # parts and messages that are in no piece
+    # the variables that an op's next part begins with
+    entries: list[Sequence] = [[op.entry] for op in ops]
+    read = [_read_variables(op) for op in ops]
+    take = lambda op: left[op].pop(0) if left[op] else []
+    upcoming = lambda op: left[op][0] if left[op] else []
+
+    def results(op: int, equations: Iterable) -> list:
+        return [a for equation in equations for a in equation.outvars if a in read[op]]
+
+    def piece(sender: int, part: Sequence, following: Sequence, holds: bool) -> Piece:
+        """The sender's next messages beside a part of the other op. following: the other op's
+        equations that read the part's results next"""
+        worker, messages, start = 1 - sender, take(sender), Wait()
         if messages:
             rows = max(variables(_largest(messages).invars), key=_size)
-            other._wait(other._arrived, self, [rows])
-        self._evaluate(messages)
-        self._arrived = self._read_of(messages)
-        products, other._rest = _last_products(piece, following)
-        other._evaluate(piece[: len(piece) - len(other._rest)])
-        results = other._read_of(products)
-        self._wait(self._arrived, other, results)
-        return results
+            start = Wait(entries[worker], [rows])
+        arrived = entries[sender] = results(sender, messages)
+        large, rest = _last_products(part, following)
+        made = results(worker, large)
+        hold = Wait(made, sorted(arrived, key=_size)[-1:]) if holds else Wait()
+        products = part[: len(part) - len(rest)]
+        return Piece(sender, messages, products, rest, start, Wait(arrived, made), hold)
 
-    def _peek(self) -> list:
-        return self._left[0] if self._left else []
+    pieces = [Piece(1, (), take(0))]
+    sender, holds = 0, holds_first
+    while any(left):
+        worker = 1 - sender
+        part: Sequence = take(worker)
+        far_first = _is_first_step_far(left[sender][:3:2])
+        if far_first is not None:
+            # Two steps of one way: the other op's part is cut for them. The second step can only be
+            # sent after the sender's own part between the two.
+            beside_first, part = _cut(part, upcoming(worker), far_first)
+            following = part if _on_the_way(beside_first, part) else []
+            pieces.append(piece(sender, beside_first, following, holds=False))
+            pieces.append(Piece(worker, (), take(sender)))
+            entries[worker] = pieces[-2].arrival.awaited or entries[worker]
+        pieces.append(piece(sender, part, upcoming(worker), holds))
+        sender, holds = worker, True
+    return pieces
 
-    def _next(self) -> list:
-        return self._left.pop(0) if self._left else []
 
-    def _evaluate(self, equations: Iterable) -> None:
+def _read_variables(op: TracedOp) -> set:
+    """The variables that an equation of the op reads, or that are its results."""
+    read = {a for equation in op.equations for a in variables(equation.invars)}
+    return read.union(variables(op.outputs))
+
+
+# --- its evaluation -------------------------------------------------------------------------------
+
+
+class _Evaluation:
+    """The values of an op's variables so far, and the equations and waits that change them."""
+
+    def __init__(self, op: TracedOp):
+        self._op, self._env = op, dict(op.inputs)
+        self._first_numbers: dict[Any, jax.Array] = {}  # variable → the first number of its array
+
+    def evaluate(self, equations: Iterable) -> None:
         for equation in equations:
             results = bind(equation, [value_of(a, self._env) for a in equation.invars])
             self._env.update(zip(equation.outvars, results, strict=True))
 
-    @functools.cached_property
-    def _read(self) -> set:
-        read = {a for equation in self._equations for a in variables(equation.invars)}
-        return read.union(variables(self._outputs))
+    def result(self) -> Any:
+        return self._op.pack([value_of(a, self._env) for a in self._op.outputs])
 
-    def _read_of(self, equations: Iterable) -> list:
-        """The variables that equations make and something reads."""
-        return [a for equation in equations for a in equation.outvars if a in self._read]
+    def wait(self, wait: Wait, other: "_Evaluation") -> None:
+        firsts = [other._first_number(a) for a in wait.awaited]
+        for variable in wait.waiting if firsts else ():
+            # A number that was read earlier is awaited, too: its read comes before the write of
+            # this wait, which changes the array in place.
+            known = self._first_numbers.get(variable)
+            read = [] if known is None else [known]
+            self._env[variable], number = after([*firsts, *read], self._env[variable])
+            self._first_numbers[variable] = number
 
-    def _first_number(self, name) -> jax.Array:
-        """The first number of a variable's array, read once: an array that is written in place
-        while something else may read it would be copied."""
-        if name not in self._read_numbers:
-            array = self._env[name]
+    def _first_number(self, variable) -> jax.Array:
+        # It is read once: XLA would copy an array that is written in place while something else may
+        # still read it.
+        if variable not in self._first_numbers:
+            array = self._env[variable]
             number = jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
-            self._read_numbers[name] = jax.lax.optimization_barrier(number)
-        return self._read_numbers[name]
-
-    def _wait(self, names: Iterable, other: "OpInParts", awaited: Sequence) -> None:
-        """Has the readers of these variables wait for some of the other op's."""
-        firsts = [other._first_number(a) for a in awaited]
-        for name in names if firsts else ():
-            read = [self._read_numbers[name]] if name in self._read_numbers else []
-            self._env[name], number = after([*firsts, *read], self._env[name])
-            self._read_numbers[name] = number
+            self._first_numbers[variable] = jax.lax.optimization_barrier(number)
+        return self._first_numbers[variable]
 
 
-def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
-    """The results of both, with messages of each beside products of the other.
-
-    Nothing waits where `model` has several devices: the partitioner splits arrays over it, so a
-    first number is not on all. For TPUs what follows the products beside the first messages does
-    not wait for these: their compiler would send them before the products.
-    """
+def side_by_side(first: TracedOp, second: TracedOp) -> tuple[Any, Any]:
+    """The results of both, with messages of each beside products of the other."""
+    # The partitioner splits arrays over `model`: an array's first number is then on one device
+    # alone, and nothing can wait for it without a collective.
     if jax.sharding.get_abstract_mesh().shape.get(MODEL, 1) > 1:
         return first.run(), second.run()
-    first.evaluate_part()
-    sender, other = first, second
-    holds = not on_tpu()
-    while not (first.is_done and second.is_done):
-        sender.send(other, holds)
-        sender, other, holds = other, sender, True
-    return first.result(), second.result()
+    # For TPUs what follows the products beside the first messages does not wait for these: their
+    # compiler would send them before the products.
+    pieces = plan_pieces(first, second, holds_first=not on_tpu())
+    evaluations = _Evaluation(first), _Evaluation(second)
+    for piece in pieces:
+        sender, worker = evaluations[piece.sender], evaluations[1 - piece.sender]
+        worker.wait(piece.start, sender)
+        sender.evaluate(piece.messages)
+        worker.evaluate(piece.products)
+        sender.wait(piece.arrival, worker)
+        worker.wait(piece.hold, sender)
+        worker.evaluate(piece.rest)
+    return evaluations[0].result(), evaluations[1].result()
 
 
 def after(firsts: Sequence[jax.Array], array: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -200,10 +247,16 @@ def _size(variable) -> int:
     return int(variable.aval.size)
 
 
-def _pieces(part: Sequence, messages: Sequence, far_first: bool) -> tuple[Sequence, Sequence]:
-    """A part cut in two, after one of the large products on which the messages behind it wait.
-    Beside messages inside a node is one of these products, beside those across nodes, which take
-    longer, are the others."""
+# --- parts, messages and large products -----------------------------------------------------------
+
+
+def _cut(part: Sequence, messages: Sequence, far_first: bool) -> tuple[Sequence, Sequence]:
+    """A part cut in two, after one of the large products on which the messages behind it wait: the
+    equations beside the first step, and those beside the second one.
+
+    One of these products is beside the step inside nodes. The others are beside the step across
+    nodes, which takes longer.
+    """
     products = _on_the_way(part, messages)
     ends = [i for i, equation in enumerate(part, 1) if equation in products]
     if len(ends) < 2:

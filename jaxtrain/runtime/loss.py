@@ -1,15 +1,15 @@
 """Cross-entropy over a large vocabulary, with the logits of a limited number of tokens at a time.
 
-The loss is a sum over tokens, so the gradients of a chunk of tokens are computed while its logits
-exist: no logits are stored or recomputed, and the projection's gradient is added to its accumulator
-chunk by chunk.
+Begin with `loss_and_gradients`. The loss is a sum over tokens, so the gradients of a chunk of
+tokens are computed while its logits exist: no logits are stored or recomputed, and the projection's
+gradient is added to its accumulator chunk by chunk. `loss_sum` is the same without gradients.
 
-Shape suffixes: B batch, T tokens, C tokens of a part of the sequence, D width, V vocabulary.
+Shape suffixes: B batch, T tokens, C tokens of a chunk of the sequence, D width, V vocabulary.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,100 +20,117 @@ from jaxtrain.devices.sharding import cut_count, shards
 
 
 @dataclasses.dataclass(frozen=True)
-class VocabularyPart:
-    """The part of the vocabulary that a device has logits of, inside a manual region.
+class VocabularyShard:
+    """The rows of the vocabulary that a device has logits of, inside a manual region.
 
-    first_row: the vocabulary's row at which it begins, an int or a traced int32
-    axes:      the mesh axes whose devices hold the other parts; () for all of the vocabulary
+    first_row: the vocabulary's row at which they begin, an int or a traced int32
+    axes:      the mesh axes whose devices hold the other rows; () if it has all of them
     """
 
     first_row: Any = 0
     axes: tuple[str, ...] = ()
 
 
-ALL = VocabularyPart()
+ALL = VocabularyShard()
 
 
-def token_losses(logits, targets, part: VocabularyPart = ALL) -> tuple[jax.Array, jax.Array]:
+class OutputHead(NamedTuple):
+    """The function from the last layer's output to logits.
+
+    logits: (params, x [B, C, D]) → logits [B, C, V]
+    chunk:  the most tokens whose logits may exist at a time
+    shard:  the rows of the vocabulary that the logits are of
+    """
+
+    logits: Callable
+    chunk: int
+    shard: VocabularyShard = ALL
+
+
+class LossInputs(NamedTuple):
+    """The last layer's output x [B, T, D], the tokens to predict, int32 [B, T], and the weights of
+    their losses, [B, T]."""
+
+    x_BTD: jax.Array
+    targets_BT: jax.Array
+    weights_BT: jax.Array
+
+
+def token_losses(logits, targets, shard: VocabularyShard = ALL) -> tuple[jax.Array, jax.Array]:
     """logits float32 [..., V], targets int32 [...] → (negative log-likelihoods [...] in nats, their
     gradients by the logits [..., V]).
 
-    The losses are over all parts of the vocabulary, the same on all devices of `part.axes`.
+    The losses are over all of the vocabulary, the same on all devices of `shard.axes`.
     """
+    # Without the largest logit the powers overflow. It must be the same on all devices, since their
+    # sums of powers are added up.
     top = logits.max(-1, keepdims=True)
-    top = lax.pmax(top, part.axes) if part.axes else top
+    top = lax.pmax(top, shard.axes) if shard.axes else top
     powers = jnp.exp(logits - top)
     # A comparison in place of an indexed read: it stays local where the vocabulary is split.
     hit = (
         lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        == (targets - part.first_row)[..., None]
+        == (targets - shard.first_row)[..., None]
     )
+    # One collective for both sums. The target's logit is on one device, on the others `hit` is
+    # False everywhere.
     sums = jnp.stack([powers.sum(-1), jnp.sum(jnp.where(hit, logits, 0.0), -1)])
-    total, chosen = psum(sums, part.axes) if part.axes else sums
+    total, chosen = psum(sums, shard.axes) if shard.axes else sums
     return jnp.log(total) + top[..., 0] - chosen, powers / total[..., None] - hit
 
 
-def _parts(limit: int, *arrays: jax.Array) -> list[jax.Array] | None:
-    """Arrays [B, T, ...] cut for a scan, [n, B, T/n, ...]; None where one part is enough.
+def _chunks(limit: int, inputs: LossInputs) -> LossInputs | None:
+    """Arrays [B, T, ...] cut for a scan over n chunks, [n, B, T/n, ...]; None where one is enough.
 
-    Part i takes tokens i, i + n, …, so that every shard of the sequence has its share.
+    Chunk i takes tokens i, i + n, …: with consecutive tokens it would be the shard of one device
+    where the sequence is split, and the others would wait. 6 tokens in 2 chunks: 0 2 4, 1 3 5.
     """
-    batch, tokens, *_ = arrays[0].shape
+    batch, tokens = inputs.targets_BT.shape
     n = cut_count(batch, tokens, shards("sequence"), limit)
     if n == 1:
         return None
     cut = lambda a: a.reshape(a.shape[0], a.shape[1] // n, n, *a.shape[2:])
-    return [jnp.moveaxis(cut(a), 2, 0) for a in arrays]
+    return LossInputs(*(jnp.moveaxis(cut(a), 2, 0) for a in inputs))
 
 
-def loss_sum(
-    head: Callable, x_BTD, targets_BT, weights_BT, limit: int, part: VocabularyPart = ALL
-) -> jax.Array:
-    """Returns Σ weight · loss over all tokens, a float32 scalar.
+def loss_sum(head: OutputHead, params, inputs: LossInputs) -> jax.Array:
+    """Returns Σ weight · loss over all tokens, a float32 scalar. params: as `head.logits` takes
+    them"""
 
-    head: x [B, C, D] → logits [B, C, V]; limit: tokens whose logits may exist at a time.
-    """
+    def loss_of(chunk: LossInputs) -> jax.Array:
+        logits = head.logits(params, chunk.x_BTD)
+        return jnp.sum(token_losses(logits, chunk.targets_BT, head.shard)[0] * chunk.weights_BT)
 
-    def loss_of(x, targets, weights):
-        return jnp.sum(token_losses(head(x), targets, part)[0] * weights)
-
-    parts = _parts(limit, x_BTD, targets_BT, weights_BT)
-    if parts is None:
-        return loss_of(x_BTD, targets_BT, weights_BT)
-    return lax.scan(lambda total, cut: (total + loss_of(*cut), None), jnp.zeros(()), parts)[0]
+    chunks = _chunks(head.chunk, inputs)
+    if chunks is None:
+        return loss_of(inputs)
+    return lax.scan(lambda total, chunk: (total + loss_of(chunk), None), jnp.zeros(()), chunks)[0]
 
 
 def loss_and_gradients(
-    head: Callable,
-    params,
-    sums,
-    x_BTD,
-    targets_BT,
-    weights_BT,
-    limit: int,
-    part: VocabularyPart = ALL,
+    head: OutputHead, params, sums, inputs: LossInputs
 ) -> tuple[jax.Array, Any, jax.Array]:
     """Returns (Σ weight · loss, `sums` + gradients of params, gradient of x [B, T, D]).
 
-    head: (params, x [B, C, D]) → logits [B, C, V]; `sums` is a pytree like params, float32. The
-    gradient of x is this part of the vocabulary's share of it.
+    sums: a pytree like params, float32. The gradient of x is that by the logits of this device's
+    shard of the vocabulary: the sum over `head.shard.axes` is the gradient.
     """
 
-    def add(carry, cut):
+    def add(carry, chunk: LossInputs):
         total, sums = carry
-        x, targets, weights = cut
-        logits, vjp = jax.vjp(head, params, x)
-        losses, by_logits = token_losses(logits, targets, part)
-        gradients, dx = vjp(by_logits * weights[..., None])
+        logits, vjp = jax.vjp(head.logits, params, chunk.x_BTD)
+        # The gradient by the logits has a closed form, so no second exponential is computed.
+        losses, by_logits = token_losses(logits, chunk.targets_BT, head.shard)
+        gradients, dx = vjp(by_logits * chunk.weights_BT[..., None])
         return (
-            total + jnp.sum(losses * weights),
+            total + jnp.sum(losses * chunk.weights_BT),
             jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients),
         ), dx
 
-    carry, arrays = (jnp.zeros(()), sums), (x_BTD, targets_BT, weights_BT)
-    parts = _parts(limit, *arrays)
-    if parts is None:
-        (total, sums), dx = add(carry, arrays)
+    chunks, carry = _chunks(head.chunk, inputs), (jnp.zeros(()), sums)
+    if chunks is None:
+        (total, sums), dx = add(carry, inputs)
         return total, sums, dx
-    (total, sums), dx = lax.scan(add, carry, parts)
-    return total, sums, jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape)
+    (total, sums), dx = lax.scan(add, carry, chunks)
+    # back into the order of tokens
+    return total, sums, jnp.moveaxis(dx, 0, 2).reshape(inputs.x_BTD.shape)

@@ -27,22 +27,23 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
-from jaxtrain.devices.sharding import BATCH_SPEC, constrain
-from jaxtrain.models.layers import SPLIT
+from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, replicas
 from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.fp8 import Fp8
-from jaxtrain.parallel.zero import Zero, gather
+from jaxtrain.parallel.zero import Zero
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead, positions_and_segments
+from jaxtrain.runtime.layer_loops import LayerCollectives
 from jaxtrain.runtime.layer_stack import LayerStack
 from jaxtrain.runtime.saved_bytes import RuntimeLayer, examples, in_manual_region
-from jaxtrain.runtime.state_plan import ParameterPlan, SlotBytes, UnitPlan, buffer_names, empty
+from jaxtrain.runtime.state_plan import ParameterPlan, SlotBytes, UnitPlan
 from jaxtrain.runtime.tick import Accumulate, Tick
-from jaxtrain.runtime.tick_state import Constants, ModelTree, TickState, stage_added, stage_dropped
+from jaxtrain.runtime.tick_state import Constants, ModelTree, TickState, stage_added
 from jaxtrain.runtime.updates import UpdateRules, Updates, ValuesAndOptimizer, values_specs
 from jaxtrain.schedule.columns import TickColumns, TickTable, last_weights, tick_table
 from jaxtrain.schedule.placement import Placement
@@ -221,15 +222,7 @@ class Runtime:
 
     @functools.cached_property
     def _ticks(self) -> TickTable | None:
-        if self.slotted is None:
-            return None
-        ticks = tick_table(self.slotted)
-        if not self.zero.reduces_in_last or self.slotted.table.forward_only:
-            return ticks
-        # Only this form of ZeRO has an op of its own for a unit's last W. Without the column one op
-        # does for all, and a tick has no second loop.
-        columns = dataclasses.replace(ticks.columns, last_weights=last_weights(self.slotted.table))
-        return dataclasses.replace(ticks, columns=columns)
+        return _tick_table(self.slotted, self.zero) if self.slotted else None
 
     def _columns(self, batch: dict) -> TickColumns:
         """The table's columns, int32 [ticks, stages]; with one stage, a tick for each
@@ -258,6 +251,8 @@ class Runtime:
         if self.independent_replicas:
             in_specs, out_specs = jax.tree.map(replicas.leading, (in_specs, out_specs))
             body = _of_one_replica(body)
+        # `model` is not manual: the layers' logical axes say how arrays are split over it, and the
+        # partitioner derives the collectives.
         run = jax.shard_map(
             body,
             mesh=self.mesh,
@@ -271,8 +266,8 @@ class Runtime:
             axis_names=manual_axes(self.mesh),
             check_vma=False,
         )
-        # Causal attention reads the tokens before: with a first and a last piece of each sequence
-        # all devices of `context` have equal work.
+        # A token attends to those before it, so the end of a sequence is more work than its
+        # beginning. With one piece of each all devices of `context` have equal work.
         if (devices := self.mesh.shape[CONTEXT]) > 1:
             batch = jax.tree.map(lambda a: context.zigzag(a, devices), batch)
         with traced_for(self.mesh), collective_matmul.requested(self.collective_matmul):
@@ -292,6 +287,8 @@ class Runtime:
         constants, tokens = self._constants(params, batch)
         mtp_loss = jnp.zeros(()) if self.parts.cfg.mtp_depth else None
         sums = self._parameters.zero_sums(constants.params)
+        # Weights are divided by the number of tokens, so that the sums over microbatches and
+        # devices are the mean loss and its gradients.
         state = TickState(jnp.zeros(()), mtp_loss, sums, self._parameters.zero_shards(sums))
         state = self._scan(constants, state, columns)
         loss, sums = self._sum(state.loss), state.gradients
@@ -300,6 +297,7 @@ class Runtime:
             sums = dataclasses.replace(sums, layers=state.reduced.layers)
         with jax.named_scope("reduce_gradients"):
             gradients = self._parameters.reduced(stage_added(sums.present()))
+        # The sum is weighted as in the objective; the reported loss is not.
         if mtp_loss is not None:
             mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
         return LossesAndGradients(Losses(loss, tokens, mtp_loss), gradients)
@@ -318,16 +316,10 @@ class Runtime:
         sums = self._parameters.zero_sums(constants.params)
         updates = Updates(rules, self._parameters, self._sum, self.mesh.shape[MODEL])
         layers, ends, checks = updates.begin(held, loss, mtp_loss)
-        # Updates change the parameters, so they are in the state and no constants of the scan.
-        state = TickState(
-            loss,
-            mtp_loss,
-            sums,
-            params=constants.params,
-            layers=layers,
-            ends=ends,
-            checks=checks,
-        )
+        # Updates change the parameters, so the state carries them; as constants of the scan they
+        # would stay as they were before the first step.
+        groups: dict[str, Any] = {"layers": layers, "ends": ends, "checks": checks}
+        state = TickState(loss, mtp_loss, sums, params=constants.params, **groups)
         constants = dataclasses.replace(constants, params=ModelTree())
         state = self._scan(constants, state, columns, updates)
         checks = state.checks
@@ -349,27 +341,9 @@ class Runtime:
     def _constants(self, params: dict, batch: dict) -> tuple[Constants, jax.Array]:
         """Returns (the parameters in the compute type with the batch, whose weights are divided by
         their global sum; this sum)."""
-        # Each matrix is cast and gathered once here and not in every tick; with ZeRO inside ops
-        # these gather a layer's shards.
-        tree = self._parameters.each(self._parameters.as_used, ModelTree(**stage_dropped(params)))
-        with jax.named_scope("gather"):
-            tree = self._parameters.each(
-                lambda zero, _, r, a: gather(a, r) if zero.gathers_once else a, tree
-            )
-        normalized = functools.partial(
-            _normalized, steps=self._steps, axes=replicas.sum_axes(self.independent_replicas)
-        )
-        # Tokens are counted before the first tick, over the global batch: a backward runs before
-        # the last microbatch's forward, and its gradients are then plain sums.
-        weights, tokens = normalized(batch["weights"], 1.0)
-        batch = {**batch, "weights": weights}
-        if "mtp" in batch:
-            share = self.parts.cfg.mtp_weight / self.parts.cfg.mtp_depth
-            batch["mtp"] = {
-                d: {**module, "weights": normalized(module["weights"], share)[0]}
-                for d, module in batch["mtp"].items()
-            }
-        return Constants(tree, batch), tokens
+        axes = replicas.sum_axes(self.independent_replicas)
+        batch, tokens = _weights_normalized(batch, self.parts.cfg, self._steps, axes)
+        return Constants(self._parameters.constants(params), batch), tokens
 
     def _scan(
         self,
@@ -381,6 +355,7 @@ class Runtime:
         """The state after the last tick. state: before the first tick, with losses and gradient
         sums, but without pools and buffers; updates: of a table of several steps"""
         tick, state = self._tick(constants, state, updates)
+        # The columns are [ticks, stages], and this device has its own stage's: [ticks, 1].
         of_stage = jax.tree.map(lambda column: column[:, 0], columns)
         # XLA's TPU compiler makes two programs of a scan of one tick: the forward ran twice.
         if len(jax.tree.leaves(of_stage)[0]) == 1:
@@ -391,59 +366,82 @@ class Runtime:
         self, constants: Constants, state: TickState, updates: Updates | None
     ) -> tuple[Callable[[TickState, TickColumns], TickState], TickState]:
         """Returns (the function of a tick, the state with its pools and buffers)."""
-        stage_of, reductions = self.placement.stage_of, self._parameters.reductions
+        cfg, reductions = self.parts.cfg, self._parameters.reductions
         ends = EmbeddingAndHead(
             self.parts,
             self.loss_chunk,
             self.compute,
-            stage_of[0],
-            stage_of[-1],
+            self.placement.stage_of[0],
+            self.placement.stage_of[-1],
             self.shares_vocabulary,
             self.zero_of_ends,
             reductions,
             self.mesh.shape,
         )
-        message = (*constants.batch["tokens"].shape[1:], self.parts.cfg.width)
+        message = (*constants.batch["tokens"].shape[1:], cfg.width)
         extra = jax.eval_shape(lambda batch: positions_and_segments(batch, 0), constants.batch)
+        # All units have the same kinds of layers, so a layer is traced and cut once for all.
         ranges = self._units.ranges(message, extra)
         stack = lambda unit: LayerStack(
             ranges,
             self.placement,
             unit,
             lax.axis_index(STAGE),
-            self.zero,
-            reductions.layers[str(unit)],
-            self._extra_of_layer if self.parts.cfg.nope_layers else None,
+            LayerCollectives(self.zero, reductions.layers[str(unit)]),
+            functools.partial(_extra_of_layer, cfg) if cfg.nope_layers else None,
         )
         if self._ticks is None:
             one = Accumulate(ends, stack(0), constants)
             return (one.add_loss if state.gradients.head is None else one.add_gradients), state
         stacks = [stack(unit) for unit in range(self.placement.units_per_stage)]
-        # Permutes send buffers that nobody has filled: of zeros, whatever reads them stays finite.
-        # Slots are read only after they were filled, so nothing fills pools.
-        buffers = {
-            name: constrain(jnp.zeros(message, self.compute), SPLIT)
-            for name in buffer_names(self._ticks)
-        }
-        pools = jax.tree.map(empty, self._units.pools(ranges, message))
-        state = dataclasses.replace(state, pools=pools, buffers=buffers)
+        state = self._units.begin(state, self._ticks, ranges, message)
         return Tick(ends, stacks, self._ticks, constants, updates), state
 
-    def _extra_of_layer(self, extra, layer):
-        """A layer's positions and segments; `layer` counts from the first after the dense ones."""
-        positions, segments = extra
-        cfg = self.parts.cfg
-        return layer_positions(cfg, cfg.dense_layers + layer, positions), segments
+
+def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
+    """The ticks of a table, with a column for the last W where ZeRO reduces gradients in it."""
+    ticks = tick_table(slotted)
+    if not zero.reduces_in_last or slotted.table.forward_only:
+        return ticks
+    # Only this form of ZeRO has an op of its own for a unit's last W. Without the column one op
+    # does for all W, and a tick has no second loop.
+    columns = dataclasses.replace(ticks.columns, last_weights=last_weights(slotted.table))
+    return dataclasses.replace(ticks, columns=columns)
 
 
-def _normalized(
-    weights: jax.Array, target: float, steps: int, axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (the weights of a table of `steps` steps, scaled so that they sum to `target` over
-    the global batch of each step, their sum before: a scalar, or [steps] if there are several).
+def _extra_of_layer(cfg: ResolvedModel, extra, layer):
+    """A layer's positions and segments; `layer` counts from the first after the dense ones."""
+    positions, segments = extra
+    return layer_positions(cfg, cfg.dense_layers + layer, positions), segments
 
-    axes: of the mesh, over which the batch is split
+
+def _weights_normalized(
+    batch: dict, cfg: ResolvedModel, steps: int, axes: tuple[str, ...]
+) -> tuple[dict, jax.Array]:
+    """Returns (the batch of a table of `steps` steps, whose weights sum to 1 in each, those of the
+    modules of multi-token prediction together to `mtp_weight`; the number of weighted tokens: a
+    scalar, or [steps] if there are several).
+
+    axes: of the mesh, over which the batch is split. Tokens are counted here, before the first
+    tick: the first microbatch's backward runs before the last one's forward, and divides by them.
     """
+    weights, tokens = _scaled_to(1.0, batch["weights"], steps, axes)
+    batch = {**batch, "weights": weights}
+    if "mtp" in batch:
+        share = cfg.mtp_weight / cfg.mtp_depth
+        batch["mtp"] = {
+            d: {**module, "weights": _scaled_to(share, module["weights"], steps, axes)[0]}
+            for d, module in batch["mtp"].items()
+        }
+    return batch, tokens
+
+
+def _scaled_to(
+    target: float, weights: jax.Array, steps: int, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (the weights scaled to a sum of `target` over the global batch of each step, their
+    sum before)."""
+    # A batch without weighted tokens has a loss of 0, and no division by 0.
     if steps == 1:
         total = psum(weights.astype(jnp.float32).sum(), axes)
         return weights * (target / jnp.maximum(total, 1)), total

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import ModelConfig, PrecisionConfig
+from jaxtrain.config import PrecisionConfig, ResolvedModel
 from jaxtrain.config.saved_values import LAYER_INPUT, LayerBytes, names_of, names_on_host
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.devices.mesh import AXES, MODEL, AbsentDevice, manual_axes, traced_for
@@ -167,7 +167,7 @@ def bytes_of(split: LayerSplit, model: int) -> LayerBytes:
 
 @functools.lru_cache(2**12)
 def saved_bytes(
-    cfg: ModelConfig,
+    cfg: ResolvedModel,
     precision: PrecisionConfig,
     mode: str,
     save: Sequence[str],
@@ -181,7 +181,7 @@ def saved_bytes(
     expert_nodes: int,
     beside_products: str,
 ) -> tuple[LayerBytes, LayerBytes]:
-    """What one layer of a resolved model saves of a microbatch on a device, which need not be
+    """What one layer of a model saves of a microbatch on a device, which need not be
     there: (everything, what it saves with a mode of remat). A layer is traced once.
 
     mode, save: as for `keep_rule`; mesh_sizes: in AXES' order; microbatch: sequences, and tokens of

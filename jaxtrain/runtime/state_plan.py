@@ -31,15 +31,16 @@ from jaxtrain.parallel.fp8 import Fp8, Quantized
 from jaxtrain.parallel.zero import (
     Reduction,
     Zero,
+    gather,
     reduce,
     reduce_rest,
     shard_shape,
     unsharded_shape,
 )
-from jaxtrain.runtime.backward_split import LayerSplit
-from jaxtrain.runtime.layer_stack import LayerRange, RecomputedLayer
+from jaxtrain.runtime.backward_split import LayerSplit, RecomputedLayer
+from jaxtrain.runtime.layer_loops import LayerRange
 from jaxtrain.runtime.saved_bytes import RuntimeLayer, as_used, bytes_of, host_rule, keep_rule
-from jaxtrain.runtime.tick_state import ModelTree, Pools, Tree
+from jaxtrain.runtime.tick_state import ModelTree, Pools, TickState, Tree, stage_dropped
 from jaxtrain.schedule.columns import ARRIVED, TickTable
 from jaxtrain.schedule.slots import SAVED, SlottedTable
 
@@ -194,6 +195,23 @@ class UnitPlan:
             ]
         return Pools(**pools)
 
+    def begin(
+        self,
+        state: TickState,
+        ticks: TickTable,
+        ranges: Sequence[LayerRange],
+        message: tuple[int, ...],
+    ) -> TickState:
+        """The state with its pools and message buffers, before the first tick."""
+        # Permutes send buffers that nobody has filled: of zeros, whatever reads them stays finite.
+        # A slot is read only after an op has filled it, so pools need no values.
+        buffers = {
+            name: constrain(jnp.zeros(message, self.layer.compute), SPLIT)
+            for name in buffer_names(ticks)
+        }
+        pools = jax.tree.map(empty, self.pools(ranges, message))
+        return dataclasses.replace(state, pools=pools, buffers=buffers)
+
     def slot_bytes(self, ranges: Sequence[LayerRange], model: int) -> dict[str, SlotBytes]:
         """Pool → bytes of one of its slots on each of `model` devices."""
         sizes: dict[str, SlotBytes] = {}
@@ -266,6 +284,16 @@ class ParameterPlan:
         split_over = {axis for entry in zero.held(reduction) for axis in mesh_axes(entry)}
         axes = [axis for axis in MANUAL_AXES if axis in split_over and axis != STAGE]
         return as_used(spec, a, self.compute, self.fp8, axes)
+
+    def constants(self, params: Tree) -> ModelTree:
+        """The parameters of this device in the form that ops read.
+
+        Each is cast, and gathered if it is once a step, before the first tick and not in every one;
+        with ZeRO inside ops these gather a layer's shards.
+        """
+        used = self.each(self.as_used, ModelTree(**stage_dropped(params)))
+        with jax.named_scope("gather"):
+            return self.each(lambda zero, _, r, a: gather(a, r) if zero.gathers_once else a, used)
 
     def zero_sums(self, params: ModelTree) -> ModelTree:
         """Gradient sums of zero, float32. params: as the ops receive them"""

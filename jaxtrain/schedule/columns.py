@@ -17,21 +17,30 @@ The ops of a tick, in order:
     head, embed_gradient
     update_layers, update_ends        where the table has several steps: the optimizer's update of
                                       the stage's layers, and of embedding and head
-    check_step                        there, after a step's last update: was it right to update
-                                      without clipping
+    check_step                        there, after a step's last update: whether the step has to be
+                                      clipped or skipped instead
     permute_LATE
 
 F, K and B write their result into the buffer by which it leaves, `up` or `down`, where the table
 allows that for the unit on every stage, and into `result` where it does not. In a table with
 overlapped cells messages of B have buffers of their own: `up_gradient`, `down_gradient`,
-`result_gradient`. No JAX here.
+`result_gradient`.
+
+    1f1b on 2 stages, 2 microbatches, some columns of stage 0:
+        cells         F0 F1 .  B0 W0 .  B1 W1
+        K0            1  1  0  0  0  0  0  0     the F of local unit 0, which saves residuals
+        B0            0  0  0  1  0  0  1  0
+        microbatch    0  1  0  0  0  0  1  1
+
+How to read this file: `columns` makes all arrays; `result_buffers` decides where an op writes its
+result, `_copies` lists the ops that move messages on their stage. No JAX here.
 """
 
 import dataclasses
 
 import numpy as np
 
-from jaxtrain.schedule.slots import MESSAGES, Array, SlottedTable, TickSlots
+from jaxtrain.schedule.slots import MESSAGES, Column, SlottedTable, TickSlots
 from jaxtrain.schedule.table import Op, Permute, Table, directions
 from jaxtrain.schedule.transport import waiting
 
@@ -81,6 +90,8 @@ class MessageCopies:
 
 def _copies(overlaps: bool) -> MessageCopies:
     """The copies of a table. overlaps: any of its cells is overlapped"""
+    # Without overlapped cells a tick makes one message at most, and one set of buffers serves F and
+    # B. An overlapped cell makes two, which may leave the same way.
     suffixes = {
         message: OF_GRADIENTS if overlaps and message == "gradient" else "" for message in MESSAGES
     }
@@ -129,17 +140,17 @@ class TickColumns:
     microbatch, there is nothing but `microbatch`.
     """
 
-    microbatch: Array
-    b_microbatch: Array = None
-    embed_microbatch: Array = None
-    head_microbatch: Array = None
-    embed_gradient_microbatch: Array = None
-    update_step: Array = None
-    update_ends_step: Array = None
-    checked_step: Array = None
-    busy: Array = None
-    last_weights: Array = None
-    runs: dict[str, Array] = dataclasses.field(default_factory=dict)
+    microbatch: Column
+    b_microbatch: Column = None
+    embed_microbatch: Column = None
+    head_microbatch: Column = None
+    embed_gradient_microbatch: Column = None
+    update_step: Column = None
+    update_ends_step: Column = None
+    checked_step: Column = None
+    busy: Column = None
+    last_weights: Column = None
+    runs: dict[str, Column] = dataclasses.field(default_factory=dict)
     slots: TickSlots = TickSlots()
 
 
@@ -211,7 +222,10 @@ def result_buffers(slotted: SlottedTable) -> dict[tuple[Op, int], str]:
             cells, send = _results(table, op, unit), slotted.send[op]
             leaves_by = [way for way in ("up", "down") if (cells & (send == WAY[way])).any()]
             stays = cells & (send == 0)
-            # A result that stays passes through the buffer too, which must not hold a message then.
+            # In a V the result of one local unit's F goes up on some stages, and stays on the one
+            # where the V turns. The program is the same on all stages, so the op writes into one
+            # buffer: that of the only way, if there is one. A result that stays passes through it,
+            # too, and must not overwrite a message that is still to leave.
             direct = len(leaves_by) == 1 and not (unsent[op, WAY[leaves_by[0]]] & stays).any()
             buffers[op, unit] = (leaves_by[0] if direct else RESULT) + suffix
     return buffers
@@ -237,7 +251,10 @@ def columns(slotted: SlottedTable) -> TickColumns:
         stages = (np.arange(table.stages) == end_stage) | (table.vocabulary == "parallel")
         return of_all(column >= 0) & stages
 
-    # buffer → the ticks in which a result is written there; in which it then leaves by each way
+    # A `send` copies a result that its op has written into another buffer than the one by which it
+    # leaves; a `stay` copies one from its buffer into its slot. Both follow from `written` (buffer
+    # → the ticks in which a result is written there) and `leaving` (those in which it then leaves
+    # by each way).
     written = {buffer: np.zeros(table.op.shape, bool) for buffer in BUFFERS}
     leaving = {(buffer, way): np.zeros(table.op.shape, bool) for buffer in BUFFERS for way in WAY}
     for (op, unit), buffer in result_buffers(slotted).items():
@@ -287,6 +304,7 @@ def columns(slotted: SlottedTable) -> TickColumns:
 
 def last_weights(table: Table) -> np.ndarray:
     """int32 [ticks, stages]: 1 in the cell of a local unit's last W on its stage."""
+    # A column reversed: argmax finds the last 1, or 0 on a stage without any, which is left out.
     last = np.zeros(table.op.shape, np.int32)
     for unit in range(table.units_per_stage):
         cells = _cells(table, "W", unit)
@@ -297,6 +315,8 @@ def last_weights(table: Table) -> np.ndarray:
 
 
 def _numbers(column: np.ndarray) -> np.ndarray:
+    # A slice at index −1 would be clamped or wrapped by the program; 0 is valid, and no op that
+    # runs reads it.
     return np.maximum(column, 0).astype(np.int32)
 
 
@@ -304,6 +324,8 @@ def _cells(table: Table, kind: str, unit: int, overlapped: bool = False) -> np.n
     """bool [ticks, stages]: the cells of one of CELL_OPS on a local unit, overlapped ones or the
     others."""
     cells = (table.op == Op["F" if kind == "K" else kind]) & (table.local_unit == unit)
+    # F and K are both cells of Op.F: F where an R follows (it saves inputs alone) or in evaluation,
+    # K where it saves what B reads.
     if kind in "FK":
         units = range(table.units)
         recomputed = np.array([table.forward_only or table.recomputes(g) for g in units])
@@ -313,6 +335,7 @@ def _cells(table: Table, kind: str, unit: int, overlapped: bool = False) -> np.n
 
 def _cell_columns(table: Table) -> dict[str, np.ndarray]:
     """Op of a unit, or of two, → bool [ticks, stages]."""
+    # An overlapped cell is one op, `FB0_1` or `KB0_1`, and neither an F nor a B by itself.
     alone = {
         cell_op(kind, unit): _cells(table, kind, unit)
         for unit in range(table.units_per_stage)

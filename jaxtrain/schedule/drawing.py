@@ -7,7 +7,10 @@
 
 The colour is the op's, its shade the chunk's: the lowest chunk of a stage is darkest. An outline
 joins the F and the B of an overlapped cell. Other pictures take their colours and stacked bars from
-here. No JAX.
+here.
+
+How to read this file: `text`, `svg` and `png` are the three pictures; functions above them choose
+colours, those behind each one draw its parts. No JAX.
 """
 
 import html
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.clocks import NAMES, Timeline
+from jaxtrain.schedule.clocks.times import NAMES, Timeline
 from jaxtrain.schedule.table import Op, Permute, Table, local_unit_of, units_of
 
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
@@ -104,6 +107,7 @@ LIGHTEST = 0.55  # how far the last chunk's colour is on its way to white
 
 def shade(name: str, chunk: int, chunks: int) -> Colour:
     """The colour of an op on a stage's `chunk`-th of `chunks` chunks."""
+    # Of three chunks: 0, 27.5 % and 55 % of the way to white
     white = LIGHTEST * chunk / max(1, chunks - 1)
     red, green, blue = (round(part + (255 - part) * white) for part in COLOURS[name])
     return red, green, blue
@@ -152,6 +156,10 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
 
     A table of more than some MOST_LINES lines is cut in the middle.
     """
+    # Labels of a table's ticks stand in blocks below each other, each as wide as the terminal:
+    #             tick 0
+    #   stage 0   F0 F1 .  .  B0 W0
+    #   stage 1   .  F0 B0 W0 F1 B1
     labels = _labels(table)
     wide = 1 + max(len(label) for line in labels.values() for label in line)
     margin = 1 + max(map(len, labels))
@@ -172,7 +180,7 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
             tints[f"stage {stage}", tick] = colours[Op(op).name, unit]
     begins = range(0, table.ticks, columns)
     most_blocks = max(2, MOST_LINES // (table.stages + 4))
-    # those of the blocks that are not shown, if there are more than so many
+    # The blocks in the middle that are not shown. Of 10 with 4 to show: the 3rd to the 8th.
     cut = begins[(most_blocks + 1) // 2 : max(0, len(begins) - most_blocks // 2)]
     for begin in begins:
         if begin in cut[:1]:
@@ -199,6 +207,8 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
 def _labels(table: Table) -> dict[str, list[str]]:
     """Line → its label for each tick, empty for nothing: a line for each stage, for the head and
     for the permute."""
+    # F2 for microbatch 2, or F1.2 with the local unit where stages have several; F1.2+B0.0 for an
+    # overlapped cell, W0O for a W with the stage's update behind it
     local, several = local_unit_of(table.stage_of), table.units > table.stages
     labels = {f"stage {stage}": [""] * table.ticks for stage in range(table.stages)}
     busy = (array.tolist() for array in table.busy)
@@ -228,6 +238,7 @@ def _paint(label: str, colour: Colour | None) -> str:
 
 def svg(table: Table, timeline: Timeline, title: str) -> str:
     """A timeline of simulate.simulate as an SVG picture."""
+    # A table whose ops all take no time is drawn with a length of 1, not divided by 0.
     total = float(timeline.end.max()) or 1.0
     scale = _pixels(timeline, total) / total
     legend, end = _legend(table, timeline)
@@ -267,6 +278,7 @@ def svg(table: Table, timeline: Timeline, title: str) -> str:
 
 def _legend(table: Table, timeline: Timeline) -> tuple[list[str], float]:
     """The meaning of the colours, and where it ends."""
+    # Letters are about 6.2 pixels wide in this font and size; an SVG cannot measure its text.
     parts, x = [], 8.0
     looks = [(f'fill="{_hex(shade(name, 0, 1))}"', MEANINGS[name]) for name in _names(timeline)]
     for look, meaning in [*looks, *[(OUTLINE, TOGETHER)] * table.overlaps]:
@@ -285,8 +297,8 @@ def _overlapped(table: Table, timeline: Timeline) -> list[tuple[int, float, floa
     at = {(op.name, op.unit, op.microbatch): op for op in timeline}
     arrays = (table.unit, table.microbatch, table.b_unit, table.b_microbatch)
     cells = zip(*(array[table.overlapped].tolist() for array in arrays), strict=True)
-    both = ((at["F", f, k], at["B", b, n]) for f, k, b, n in cells)
-    return [(first.stage, first.start, last.end) for first, last in both]
+    pairs = ((at["F", f, k], at["B", b, n]) for f, k, b, n in cells)
+    return [(forward.stage, forward.start, backward.end) for forward, backward in pairs]
 
 
 def _shapes(table: Table, timeline: Timeline, scale: float) -> list[str]:
@@ -328,6 +340,9 @@ def _spans(table: Table, timeline: Timeline) -> dict[tuple[int, Colour], list[tu
 
 def _lanes(table: Table, timeline: Timeline, scale: float) -> list[str]:
     """The ops of a long timeline as one broad line for each stage and colour."""
+    # A million rectangles would fill a browser's memory. One path has all spans of a stage and
+    # colour, as strokes as broad as a lane: "m3 0h2" moves by 3 and draws 2. Steps are relative and
+    # rounded, so `pen` adds up what has been written, and rounding errors do not.
     parts = []
     for (stage, colour), spans in _spans(table, timeline).items():
         steps, pen = [], 0.0
@@ -344,6 +359,8 @@ def _lanes(table: Table, timeline: Timeline, scale: float) -> list[str]:
 
 def _pixels(timeline: Timeline, total: float) -> float:
     """Width for the time axis: enough for the number in the shortest op, within bounds."""
+    # 24 pixels for the shortest op, so that its number can be read, but never so many that a long
+    # table becomes a picture nobody can scroll.
     times = timeline.end - timeline.start
     shortest = float(times[times > 0].min(initial=total))
     return min(MOST_PIXELS, max(480.0, PIXELS_OF_AN_OP * total / shortest))
@@ -371,6 +388,7 @@ def stacked_bars(
 ) -> None:
     """Adds stacked bars to matplotlib's axes, one a column, from the bottom up; a part has the same
     colour in all of them."""
+    # All columns' bars of a part in one call: then the legend has each part once.
     bottoms = [0.0] * len(columns)
     for name in dict.fromkeys(name for column in columns for name in column):
         heights = [column.get(name, 0.0) for column in columns]
@@ -382,6 +400,7 @@ def stacked_bars(
 
 def png(table: Table, timeline: Timeline, title: str) -> bytes:
     """A timeline as a PNG picture; as `svg`, drawn by matplotlib."""
+    # matplotlib takes a second to import, and is no requirement of training
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

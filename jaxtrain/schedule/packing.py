@@ -24,7 +24,11 @@ There are four packings; the coupled clock of simulate.py says which is fastest:
              stage 2   .  .  .  .  F0 .  B0 W0 F1 .  B1 W1 F2 .  B2 W2 F3 .  B3 W3 .  .  .  .
 
 Each stage keeps its order of F and B; in `aligned` a W or R may move by one. An F that shares a
-cell with the B after it waits until both are ready; `aligned` takes no such orders. No JAX here.
+cell with the B after it waits until both are ready; `aligned` takes no such orders.
+
+How to read this file: `cut_into_units` turns an order of chunks into one of units, `Tasks` puts all
+orders into arrays and knows what each task waits for, `pack_into_ticks` packs them, by
+`_pack_in_order` (three packings) or `_pack_aligned`. No JAX here.
 """
 
 import dataclasses
@@ -33,15 +37,16 @@ from typing import NoReturn
 
 import numpy as np
 
-from jaxtrain.schedule.orders import Orders, Task
+from jaxtrain.schedule.cell_grid import CellGrid, from_grid
+from jaxtrain.schedule.orders.stage_orders import Orders, Task
 from jaxtrain.schedule.table import (
     Op,
     Permute,
+    ScheduleError,
     Table,
     TableError,
     TableShape,
     cell_name,
-    from_arrays,
     message_ways,
 )
 from jaxtrain.schedule.transport import NEVER, delays, read_after
@@ -73,7 +78,10 @@ def cut_into_units(
     one, then of the next, so that only one unit's activations are rebuilt at a time. The units of
     an F and of an overlapped B take turns, the F's upwards and the B's downwards.
     """
-    # the lowest unit of each chunk
+    # One stage with chunk 0 of two units, its order F0 B0 W0 of one microbatch:
+    #   without R                     F0 F1  B1 B0  W1 W0    a chunk's Ws come after all its Bs
+    #   with R, on the last unit too  F0 F1  R1 B1 W1  R0 B0 W0
+    # `begin` has the lowest unit of each chunk, and at its end the number of units.
     begin = [sum(units_per_chunk[:chunk]) for chunk in range(len(units_per_chunk) + 1)]
     last = begin[-1] - 1
     if last + 1 == len(units_per_chunk) and not recompute:
@@ -112,8 +120,10 @@ def cut_into_units(
     return orders_of_units, chunk_of, frozenset(overlapped_units)
 
 
-# A fact is a number, (kind · units + unit) · microbatches + microbatch. Kinds: ACTIVATION, the
-# message of F can be read; GRADIENT, that of B can be read; DONE + op, the task is done.
+# A fact is a number, (kind · units + unit) · microbatches + microbatch. Kinds: ACTIVATION, a unit's
+# input can be read; GRADIENT, the gradient of its output can be read; DONE + op, the task is done.
+# With 4 units and 8 microbatches "F of unit 2 is done on microbatch 5" is fact
+# ((2 + 1) · 4 + 2) · 8 + 5 = 117. One array of ticks, `known`, so answers what all stages wait for.
 ACTIVATION, GRADIENT, DONE = 0, 1, 2
 
 
@@ -137,6 +147,8 @@ class Tasks:
         self, orders: Orders, shape: TableShape, overlapped: frozenset[Task] = frozenset()
     ):
         self.shape = shape
+        # Each stage's tasks end with an idle one that is never ready. So every stage has a next
+        # task, and no index runs into the tasks of the following stage.
         closed = [np.array([*order, (Op.IDLE, 0, 0)], np.int32).reshape(-1, 3) for order in orders]
         self.begin = np.cumsum([0, *map(len, closed[:-1])])
         self.end = self.begin + [len(order) - 1 for order in closed]
@@ -147,6 +159,8 @@ class Tasks:
             tasks = np.stack([self.op, self.unit, self.microbatch], axis=1).tolist()
             self.joined[:] = [tuple(task) in overlapped for task in tasks]
         kinds = DONE + len(Op)
+        # Three further facts: for a task that waits for nothing, for the idle one at a stage's end,
+        # and for a result that nobody reads.
         self._always, self._never, self._unread = (
             kinds * shape.units * shape.microbatches + extra for extra in range(3)
         )
@@ -201,28 +215,18 @@ class Tasks:
     def table(self, packed: "Packed") -> Table:
         """The table of tasks in their ticks."""
         shape = self.shape
-        size = (len(packed.permutes), shape.stages)
-        op = np.full(size, Op.IDLE, np.int32)
-        unit, microbatch = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+        grid = CellGrid.idle(len(packed.permutes), shape.stages)
         stages = np.repeat(np.arange(shape.stages), self.end - self.begin + 1)
+        # A joined F is followed by its B, which goes into the same cell, as its overlapped B.
         is_joined_b = np.append(False, self.joined[:-1])
         tasks = np.flatnonzero((self.op != Op.IDLE) & ~is_joined_b)
         cells = packed.tick[tasks], stages[tasks]
-        for array, values in ((op, self.op), (unit, self.unit), (microbatch, self.microbatch)):
-            array[cells] = values[tasks]
-        b_unit, b_microbatch = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+        grid.op[cells], grid.unit[cells] = self.op[tasks], self.unit[tasks]
+        grid.microbatch[cells] = self.microbatch[tasks]
         tasks = np.flatnonzero(is_joined_b)
         cells = packed.tick[tasks], stages[tasks]
-        b_unit[cells], b_microbatch[cells] = self.unit[tasks], self.microbatch[tasks]
-        return from_arrays(
-            shape,
-            op,
-            unit,
-            microbatch,
-            permute=packed.permutes,
-            b_unit=b_unit,
-            b_microbatch=b_microbatch,
-        )
+        grid.b_unit[cells], grid.b_microbatch[cells] = self.unit[tasks], self.microbatch[tasks]
+        return from_grid(shape, grid, permute=packed.permutes)
 
     def refuse_endless(self, tick: int, waiting: np.ndarray) -> NoReturn:
         """Raises TableError, because no message ever comes for the tasks that wait in a tick.
@@ -254,11 +258,11 @@ class Packed:
 
 def pack_into_ticks(tasks: Tasks, packing: str) -> Table:
     """The table of tasks, packed by one of PACKINGS. Raises TableError for an order that can never
-    finish, and ValueError for overlapped cells in `aligned`."""
+    finish, and ScheduleError for overlapped cells in `aligned`."""
     tasks.forget()
     if packing == "aligned":
         if tasks.joined.any():
-            raise ValueError(f"permute='aligned' takes no overlapped cells: use {IN_ORDER[0]}")
+            raise ScheduleError("permute='aligned' takes no overlapped cells", use=IN_ORDER[0])
         return tasks.table(_pack_aligned(tasks))
     when = Permute.LATE if packing == "late" else Permute.EARLY
     return tasks.table(_pack_in_order(tasks, when, ticks_of_f=2 if packing == "spaced" else 1))
@@ -274,11 +278,14 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
     ticks = np.full(len(tasks.op), -1)
     following, free, known = tasks.begin.copy(), np.zeros(len(tasks.begin), int), tasks.known
     delay = delays(tasks.way, when)
-    # an overlapped cell is as long as a B with its W, and so needs no idle tick
+    # Spaced: an F is followed by an idle tick, as a B is by its W, so that neighbours keep step. An
+    # overlapped cell is as long as a B with its W, and needs none.
     duration = np.where((tasks.op == Op.F) & ~tasks.joined, ticks_of_f, 1)
     permutes: list[int] = []
     remaining, idle = int((tasks.end - tasks.begin).sum()), 0
     while remaining:
+        # All stages that are free choose before anything of this tick becomes known: a result can
+        # be read in the next tick at the earliest.
         tick = len(permutes)
         stages = np.flatnonzero(tasks.cells_ready(following, tick) & (free <= tick))
         begun = following[stages]
@@ -290,6 +297,8 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
         known[tasks.does[done]] = tick + 1
         remaining -= len(done)
         permutes.append(when if when == Permute.EARLY or tasks.way[done].any() else Permute.NONE)
+        # A message travels for at most two ticks, and an F occupies two. After more idle ticks of
+        # all stages nothing is on its way, and nothing will ever come.
         idle = 0 if len(done) else idle + 1
         if idle > MOST_IDLE_TICKS:
             tasks.refuse_endless(tick, following)
@@ -338,6 +347,8 @@ class _Lanes:
     def quiet(self, tick: int) -> np.ndarray:
         """int [stages]: the task of each stage in a tick of W and R: the R that one of the stage's
         next two Fs and Bs needs, else its next W if that is ready; −1: none."""
+        # `second`: the index of the later one of the stage's next two Fs and Bs. An R that stands
+        # before it in the order is needed in the next pair of ticks, and so goes before a W.
         tasks, main = self._tasks, self.main
         second = np.minimum(main.at + PAIR, main.end) - 1
         r, w = self.recomputes.following, self.weights.following
@@ -358,6 +369,8 @@ class _Lanes:
         tasks, at = self._tasks, self.main.at
         candidates = self.main.following
         behind = self._is_f[at] & (self._weights_before[at] - 1 > self.weights.at)
+        # A stage has one send buffer for each way. While a message waits in it for the tick's
+        # permute, an op whose message would overwrite it has to wait, too.
         way = tasks.way[candidates]
         blocked = (way != 0) & self._buffered[np.arange(len(at)), (way > 0).astype(int)]
         recomputed = self._recomputes_before[at] <= self.recomputes.at
@@ -410,12 +423,16 @@ def _pack_aligned(tasks: Tasks) -> Packed:
     quiet_ticks = 2 if (tasks.op == Op.R).any() else 1
     ticks = np.full(len(tasks.op), -1)
     permutes: list[int] = []
+    # 1f1b on 2 stages, some ticks in the middle; a pair of ticks of F and B, then one of W:
+    #   stage 0    .   B0 F2   W0   B1 F3   W1
+    #   stage 1    W0  F1 B1   W1   F2 B2   W2
+    #   permute  early   –    early   –    early
     # Ticks of F and B since the last tick of W, ticks of W since then, idle ticks up to now.
     since, quiet, idle = 0, 0, 0
     waiting = lanes.quiet(0)
     while lanes.unfinished():
-        tick, some = len(permutes), (waiting >= 0).any()
-        if some and (since >= PAIR or 0 < quiet < quiet_ticks):
+        tick, any_waits = len(permutes), (waiting >= 0).any()
+        if any_waits and (since >= PAIR or 0 < quiet < quiet_ticks):
             when = lanes.send(tick, Permute.EARLY)
             done = lanes.do(waiting, tick)
             since, quiet = 0, quiet + 1

@@ -8,17 +8,23 @@ none, has unused entries, which are zero, have no gradient, and are in no count,
       L = 7, stages = 2, chunks = 2          stage 0     stage 1
                                     unit 0   0 1         2 3
                                     unit 1   4 5         6 –
+
+The functions go from left to right: `spread` or `balanced` cuts layers into chunks, `cut` chunks
+into units, PLACEMENTS puts chunks on stages, and `Placement` answers questions about the result.
+No JAX here.
 """
 
 import dataclasses
 import functools
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxtrain.schedule.table import units_of
+
+# --- layers into chunks, chunks into units --------------------------------------------------------
 
 
 class _Cut(NamedTuple):
@@ -42,6 +48,11 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
     if not costs:
         size, longer = divmod(layers, chunks)
         return tuple(size + (chunk < longer) for chunk in range(chunks))
+    # Dynamic programming over chunks: the best cut of the lowest `end` layers into `count` chunks
+    # is the best of (`begin` layers into one chunk fewer, and the layers from `begin` to `end` as
+    # the last chunk). Costs 1 1 1 3 in two chunks: if the last one begins at layer 1, 2 or 3, the
+    # costlier chunk costs 5, 4 or 3. So it begins at 3, and the sizes are (3, 1). `_Cut`s compare
+    # by cost and then by `begin`.
     total = np.concatenate([[0.0], np.cumsum(costs)])
     # for 0, 1, … chunks: the number of lowest layers that they hold → the best cut of these
     cuts = [{0: _Cut(0.0, 0)}]
@@ -64,33 +75,41 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
     return tuple(reversed(sizes))
 
 
+class TimesToBalance(NamedTuple):
+    """The time of one layer, and of what a stage runs with the lowest layer (`before`: dense
+    layers) and with the highest one (`after`: prediction modules and head)."""
+
+    layer: float
+    before: float
+    after: float
+
+
 @functools.lru_cache(2**12)
 def balanced(
     layers: int,
     stage_of: tuple[int, ...],
     least: tuple[int, ...],
-    layer: float,
-    first: float,
-    last: float,
+    work: TimesToBalance,
 ) -> tuple[int, ...]:
     """The number of layers of each chunk, with which the busiest stage has the least to do.
 
     stage_of, least: the stage of each chunk, in model order, and the fewest layers it may have
-    layer, first, last: the time of a layer, and of what stands before the first one and after the
-        last one, on their stages
     """
+    # Each layer beyond `least` goes to the stage that has the least to do so far, the lowest of
+    # several. 8 layers of time 1, four stages of one chunk with at least one layer, and a head of
+    # time 2 on the last stage: the sizes become (3, 2, 2, 1), and the stages work 3, 2, 2 and 3.
     sizes, busy = list(least), [0.0] * (max(stage_of) + 1)
-    busy[stage_of[0]] += first
-    busy[stage_of[-1]] += last
+    busy[stage_of[0]] += work.before
+    busy[stage_of[-1]] += work.after
     for stage, size in zip(stage_of, sizes, strict=True):
-        busy[stage] += layer * size
+        busy[stage] += work.layer * size
     idlest = [(time, stage) for stage, time in enumerate(busy)]
     heapq.heapify(idlest)
     chunks = units_of(tuple(stage_of), len(busy))
     for _ in range(layers - sum(sizes)):
         time, stage = idlest[0]
         sizes[min(chunks[stage], key=sizes.__getitem__)] += 1
-        heapq.heapreplace(idlest, (time + layer, stage))
+        heapq.heapreplace(idlest, (time + work.layer, stage))
     return tuple(sizes)
 
 
@@ -100,6 +119,7 @@ def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tup
 
     A chunk whose layers do not divide has units as equal as can be.
     """
+    # chunks of 4 and 3 layers, 2 layers an op: units of (2, 2) and (2, 1) layers
     units_per_chunk = tuple(
         max(1, -(-size // layers_per_op)) if layers_per_op else 1 for size in chunks
     )
@@ -108,6 +128,27 @@ def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tup
         for chunk, units in zip(chunks, units_per_chunk, strict=True)
         for size in spread(chunk, units)
     )
+
+
+# --- chunks on stages -----------------------------------------------------------------------------
+
+
+def circular(stages: int, chunks: int) -> tuple[int, ...]:
+    """Chunk c on stage c mod p (Narayanan et al. 2021)."""
+    return tuple(c % stages for c in range(stages * chunks))
+
+
+def v_shape(stages: int, chunks: int) -> tuple[int, ...]:
+    """Down the stages and back up (Qi et al. 2024): 0 … p − 1, p − 1 … 0, and so on for every two
+    chunks."""
+    down = list(range(stages))
+    return tuple(s for c in range(chunks) for s in (down if c % 2 == 0 else down[::-1]))
+
+
+PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"circular": circular, "v": v_shape}
+
+
+# --- the result -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +183,7 @@ class Placement:
             raise ValueError(
                 f"units of {sizes} layers on stages {stage_of} are not {self.layers} layers"
             )
+        # The defaults are filled in, so that every reader finds a stage and a size for each unit.
         object.__setattr__(self, "stage_of", stage_of)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(
@@ -156,8 +198,10 @@ class Placement:
     def layers_of(self, local_unit: int, stage: int) -> range:
         """The layers of a stage's unit; empty without such a unit."""
         unit = self.unit_at(local_unit, stage)
-        first = sum(self.sizes[:unit])
-        return range(0) if unit is None else range(first, first + self.sizes[unit])
+        if unit is None:
+            return range(0)
+        begin = sum(self.sizes[:unit])
+        return range(begin, begin + self.sizes[unit])
 
     def layer_count(self, local_unit: int, stage: int) -> int:
         """The number of layers in a stage's unit; 0 without such a unit."""

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain.schedule.clocks import Times, coupled_time
+from jaxtrain.schedule.clocks.coupled import coupled_time
+from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.packing import IN_ORDER, Tasks, pack_into_ticks
-from jaxtrain.schedule.table import Table, TableShape, peak_residuals
+from jaxtrain.schedule.residuals import peak_residuals
+from jaxtrain.schedule.table import Table, TableShape
 
 
 def repeated(
@@ -47,14 +49,18 @@ def repeated(
         ]
         for order in table.orders
     ]
+    # The same pipeline with more microbatches: all fields of the shape, but not the ticks.
     fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(TableShape)}
     shape = TableShape(**fields | {"steps": steps, "microbatches": steps * table.microbatches})
     tasks = Tasks(orders, shape)
+    # An order of `aligned` may move a W behind later ops. Behind an op of the next step it would
+    # come after the update that needs it.
     packings = (permute,) if permute in IN_ORDER else IN_ORDER
 
     def cost(several: Table) -> tuple[bool, float, float, int]:
         time = float(f"{coupled_time(several, times, shares):.9g}")
         memory = max(peak_residuals(several, count_weight_stash=True))
+        # False sorts before True: a packing that adds up in another order is only the last resort.
         return not same_sums(several, table), time, memory, several.ticks
 
     return min((pack_into_ticks(tasks, packing) for packing in packings), key=cost)
@@ -70,6 +76,9 @@ def same_sums(several: Table, one: Table) -> bool:
         microbatches = np.stack([table.head, table.embed_gradient], axis=1)  # as in a tick
         return [(int(microbatches[tick, op]), op) for tick, op in np.argwhere(microbatches >= 0)]
 
+    # Floating-point sums depend on their order. Heads and embedding's gradients add to the same
+    # array where the tables are tied, and a program of several steps must give the same bits as
+    # steps one by one. One step: (0, 0) (1, 0) (0, 1) (1, 1); each of several must have these.
     of_steps: list[list[tuple[int, int]]] = [[] for _ in range(several.steps)]
     for microbatch, op in order(several):
         step, number = divmod(microbatch, one.microbatches)

@@ -1,8 +1,8 @@
 """The slots that hold the values of a table, found by interval colouring of the values' lifetimes.
 They are the fewest that the table allows.
 
-A stage has five pools of slots, and others for what only some settings save, each shared by all its
-units. A value takes one slot of its pool from the tick in which it arrives to the tick of its last
+A stage has five pools of slots, each shared by all its units; some settings add further ones. A
+value takes one slot of its pool from the tick in which it arrives to the tick of its last
 reader, both included, so no tick reads a slot and fills it with another value:
 
     activation     a unit's input          from its arrival, from the embedding, or from the unit
@@ -21,7 +21,12 @@ reader, both included, so no tick reads a slot and fills it with another value:
     saved_stash    others are recomputed
 
 Lifetimes on one stage are intervals, and colouring intervals in order of their starts takes as many
-slots as are alive at once in the busiest tick: fewer is impossible. No JAX here.
+slots as are alive at once in the busiest tick: fewer is impossible.
+
+A *value* is the array that a unit makes for a microbatch on a stage. A *use* is a tick in which an
+op fills its slot or reads it; a value has several. How to read this file: `TickSlots` names the
+slots that a tick uses, `_uses` finds all uses in the table, `_assign` gives values their slots, by
+`colour`, and `assign_slots` puts it together. No JAX here.
 """
 
 import dataclasses
@@ -37,7 +42,8 @@ MESSAGES = ("activation", "gradient")  # pools whose values travel
 # pools of the layers that save all, where others are recomputed
 SAVED = ("saved_b", "saved_w", "saved_stash")
 READ_BY_B = ("residual_b", "residual_w", "saved_b", "saved_w")
-Array = Any  # numpy's or JAX's
+# A column of a table: int32, an array of numpy or JAX, or a tracer of one tick's number.
+Column = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,29 +69,29 @@ class TickSlots:
     head_activation, head_gradient: on the last unit's stage, read and filled by the head
     """
 
-    activation: Array = None
-    layer_input: Array = None
-    gradient: Array = None
-    residual_b: Array = None
-    residual_w: Array = None
-    weight_stash: Array = None
-    saved_b: Array = None
-    saved_w: Array = None
-    saved_stash: Array = None
-    b_residual_b: Array = None
-    b_residual_w: Array = None
-    b_saved_b: Array = None
-    b_saved_w: Array = None
-    up_activation: Array = None
-    up_gradient: Array = None
-    down_activation: Array = None
-    down_gradient: Array = None
-    stay_activation: Array = None
-    stay_gradient: Array = None
-    embed_activation: Array = None
-    embedding_gradient: Array = None
-    head_activation: Array = None
-    head_gradient: Array = None
+    activation: Column = None
+    layer_input: Column = None
+    gradient: Column = None
+    residual_b: Column = None
+    residual_w: Column = None
+    weight_stash: Column = None
+    saved_b: Column = None
+    saved_w: Column = None
+    saved_stash: Column = None
+    b_residual_b: Column = None
+    b_residual_w: Column = None
+    b_saved_b: Column = None
+    b_saved_w: Column = None
+    up_activation: Column = None
+    up_gradient: Column = None
+    down_activation: Column = None
+    down_gradient: Column = None
+    stay_activation: Column = None
+    stay_gradient: Column = None
+    embed_activation: Column = None
+    embedding_gradient: Column = None
+    head_activation: Column = None
+    head_gradient: Column = None
 
     def of_overlapped_b(self) -> "TickSlots":
         """The slots for the B of an overlapped cell, under the names that any B reads."""
@@ -116,7 +122,8 @@ class SlottedTable:
 
 
 class _Uses(NamedTuple):
-    """The ticks in which an op fills or reads values of one pool: int arrays of one length.
+    """The uses of the values of one pool by one op: int arrays [uses]. A value is known by its
+    stage, unit and microbatch; its uses differ in their ticks.
 
     unit: −1 … units; the activation of unit `units` is the last unit's output, the gradient of unit
         −1 the lowest unit's input gradient
@@ -129,8 +136,10 @@ class _Uses(NamedTuple):
 
 
 def assign_slots(table: Table) -> SlottedTable:
-    """A table with its slots. The table must be right: check it first."""
+    """A table with its slots. The table must have passed `validator.check`."""
     pools = _uses(table)
+    # Fields of pools that this table does not have become None below, not columns of −1: the
+    # runtime then has no op that could read them.
     absent = [name for name in (*SAVED, "layer_input") if name not in pools]
     absent += [f"b_{name}" for name in READ_BY_B if not table.overlaps or name in absent]
     columns = {
@@ -143,25 +152,37 @@ def assign_slots(table: Table) -> SlottedTable:
     }
     slots_per_stage: dict[str, tuple[int, ...]] = {}
     for pool, uses_of in pools.items():
+        # All ops' uses of a pool are numbered in one go, since they share its slots. `slots` has
+        # them one op after the other, and goes back into the ops' columns in that order.
         uses = _Uses(*map(np.concatenate, zip(*uses_of.values(), strict=True)))
         slots, slots_per_stage[pool] = _assign(uses, table)
         begin = 0
-        for name, part in uses_of.items():
-            column, end = columns[name], begin + len(part.tick)
-            column[part.tick if column.ndim == 1 else (part.tick, part.stage)] = slots[begin:end]
+        for name, uses_of_op in uses_of.items():
+            column, end = columns[name], begin + len(uses_of_op.tick)
+            at = uses_of_op.tick if column.ndim == 1 else (uses_of_op.tick, uses_of_op.stage)
+            column[at] = slots[begin:end]
             begin = end
     used = TickSlots(**columns | dict.fromkeys(absent))
     return SlottedTable(table, used, sent_ways(table), slots_per_stage)
 
 
 def _assign(uses: _Uses, table: Table) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Returns (the slot of each use, the slots that each stage needs)."""
-    units = table.units + 2  # with those before the first and after the last
-    key = (
-        uses.stage.astype(np.int64) * units + uses.unit + 1
-    ) * table.microbatches + uses.microbatch
-    values, value_of_use = np.unique(key, return_inverse=True)
-    begin, end = np.full(len(values), table.ticks, np.int64), np.full(len(values), -1, np.int64)
+    """Returns (the slot of each use, int32 [uses]; the number of slots that each stage needs).
+
+    uses: all uses of one pool
+    """
+    # Uses of one value get the same slot. So each value has a number, stage · units · microbatches
+    # + unit · microbatches + microbatch, with units counted from −1: with 4 units (so 6 with those
+    # before and after) and 8 microbatches, unit 2 on stage 1 and microbatch 5 is
+    # (1 · 6 + 2 + 1) · 8 + 5 = 77. int64, for a product of large tables is beyond int32.
+    units = table.units + 2
+    unit_on_stage = uses.stage.astype(np.int64) * units + (uses.unit + 1)
+    value_numbers = unit_on_stage * table.microbatches + uses.microbatch
+    # `values`: each number once; `value_of_use`: the index there of each use's value.
+    values, value_of_use = np.unique(value_numbers, return_inverse=True)
+    # A value lives from the earliest to the latest tick of its uses.
+    begin = np.full(len(values), table.ticks, np.int64)
+    end = np.full(len(values), -1, np.int64)
     np.minimum.at(begin, value_of_use, uses.tick)
     np.maximum.at(end, value_of_use, uses.tick)
     stage_of_value = values // (units * table.microbatches)
@@ -179,6 +200,9 @@ def colour(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
 
     Values, in the order of their ticks, take the lowest slot that is free.
     """
+    # Lifetimes (0, 3), (1, 2), (3, 5), (4, 4): slots 0, 1, 1 and 0. In tick 3 the value of slot 0
+    # still has a reader, so the third one takes slot 1, free since tick 2. Taking the lowest one
+    # makes the result the same in every process.
     slots = np.zeros(len(begins), np.int32)
     busy: list[tuple[int, int]] = []  # last tick, slot
     free: list[int] = []
@@ -187,6 +211,7 @@ def colour(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
     for value, begin, end in zip(
         order.tolist(), begins[order].tolist(), ends[order].tolist(), strict=True
     ):
+        # `<`, not `<=`: a slot that is read in a tick is not filled in it.
         while busy and busy[0][0] < begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if free:
@@ -204,9 +229,11 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
     tick, stage, op, unit, microbatch = table.busy
     stays = message_ways(table.stage_of, table.stages)[op, unit] == 0
     rebuilt = np.array([table.recomputes(each) for each in range(table.units)])[unit]
-    keeps = (op == Op.F) & ~rebuilt if not table.forward_only else np.zeros(len(op), bool)
-    residuals = keeps | (op == Op.R) | (op == Op.B)
-
+    # F fills the residuals' slots where no R does it later. Evaluation saves nothing.
+    saves = (op == Op.F) & ~rebuilt if not table.forward_only else np.zeros(len(op), bool)
+    residuals = saves | (op == Op.R) | (op == Op.B)
+    # An overlapped cell is in `table.busy` as an F and as a B, in one tick. Both use slots of the
+    # residuals' pools, so the B's have columns of their own.
     overlapped_b = (op == Op.B) & table.overlapped[tick, stage]
 
     def of_cells(cells: np.ndarray, units_on: int = 0) -> _Uses:
@@ -217,6 +244,8 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
         uses = {pool: of_cells(cells & ~overlapped_b)}
         return uses | ({f"b_{pool}": of_cells(cells & overlapped_b)} if table.overlaps else {})
 
+    # Whatever fills or reads an activation's slot, each with the unit whose input it is: the F of
+    # unit u makes the input of u + 1, the head reads that of a unit after the last one.
     activation = {
         "activation": of_cells((op == Op.F) | (op == Op.R) & (not table.saves_inputs)),
         "stay_activation": of_cells((op == Op.F) & stays, 1),

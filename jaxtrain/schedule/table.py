@@ -22,8 +22,12 @@ every stage:
                          → optimizer's update, and its check → late permute
 
 The head of a microbatch may stand in the tick of the last unit's F, but the last unit's B only in a
-later one. transport.py says when a message can be read, validator.py whether a table is correct,
-slots.py which slot holds a value. by_name.py makes tables, simulate.py times them. No JAX here.
+later one.
+
+How to read this file: `TableShape` is the pipeline without ticks, `Table` adds them, and the
+functions behind it answer questions about units and stages. transport.py says when a message can be
+read, validator.py whether a table is correct, slots.py which slot holds a value. by_name.py makes
+tables, clocks/ times them. No JAX here.
 
     1f1b, 3 stages, 3 microbatches     stage 0  F0 F1 F2 .  .  B0 W0 .  B1 W1 .  B2 W2
                                        stage 1  .  F0 F1 .  B0 W0 F2 B1 W1 .  B2 W2 .
@@ -34,7 +38,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,25 +79,40 @@ class CellArrays(NamedTuple):
     microbatch: np.ndarray
 
 
-class TableError(ValueError):
-    """A fault in a table, at `tick` and `stage` or `column` (−1 and "": nowhere in particular).
+class ScheduleError(ValueError):
+    """A schedule, an order or a table that cannot be made or run; its text is one line.
 
-    rule: the fault and what would be right; each {} in it stands for one of `ticks`, so that a file
-        can name its lines instead
+    problem: what is wrong; use: what would work in its place, "" where the problem names no value
     """
 
+    def __init__(self, problem: str, use: object = ""):
+        self.problem, self.use = problem, str(use)
+        super().__init__(f"{problem}: use {use}" if self.use else problem)
+
+
+class TableError(ScheduleError):
+    """A fault in a table, at `tick` and `stage` or `column` (−1 and "": nowhere in particular).
+
+    rule: the fault; each {} in it stands for one of `ticks`, so that a file can name its lines
+        instead
+    """
+
+    # TableError("F0.1 stands already in {}", 7, 2, ticks=(5,), use="it once") reads
+    # "tick 7, stage 2: F0.1 stands already in tick 5: use it once". A file has "line 9" for tick 5.
     def __init__(
         self,
         rule: str,
         tick: int = -1,
         stage: int = -1,
+        *,
         column: str = "",
         ticks: Sequence[int] = (),
+        use: object = "",
     ):
         place = f"stage {stage}" if stage >= 0 else column
         where = ", ".join(filter(None, (f"tick {tick}" if tick >= 0 else "", place)))
         sentence = rule.format(*(f"tick {number}" for number in ticks)) if ticks else rule
-        super().__init__(f"{where}: {sentence}" if where else sentence)
+        super().__init__(f"{where}: {sentence}" if where else sentence, use)
         self.rule, self.ticks = rule, tuple(ticks)
         self.tick, self.stage, self.column = tick, stage, column
 
@@ -212,6 +231,7 @@ class Table(TableShape):
 
     def _in_model_order(self, local_unit: np.ndarray, present: np.ndarray) -> np.ndarray:
         lookup = unit_lookup(self.stage_of, self.stages)
+        # Idle cells have local unit −1; they look up unit 0, and are set to −1 below.
         units = lookup[np.arange(self.stages), np.maximum(local_unit, 0)]
         return np.where(present, units, -1).astype(np.int32)
 
@@ -228,6 +248,7 @@ class Table(TableShape):
     @functools.cached_property
     def busy(self) -> CellArrays:
         """The ops of the cells that are not idle; of an overlapped cell its F, then its B."""
+        # Two stages, F0 | idle and then F1+B0 | F0: ticks 0 1 1 1, stages 0 0 0 1, ops F F B F.
         tick, stage = np.nonzero(self.op)
         arrays = [array[tick, stage] for array in (self.op, self.unit, self.microbatch)]
         if not self.overlaps:
@@ -258,6 +279,8 @@ class Table(TableShape):
         """int32 [ticks, stages]: the step whose optimizer update a stage does at the end of a tick,
         the one of its last W of that step; −1 none. With one step in the table, whose update
         follows the table, −1 everywhere."""
+        # Two steps of two microbatches: a stage with Ws of microbatches 0 1 2 3 in ticks 4 6 9 11
+        # updates step 0 in tick 6 and step 1 in tick 11.
         update = np.full(self.op.shape, -1, np.int32)
         if self.steps > 1:
             tick, stage, op, _, microbatch = self.busy
@@ -274,6 +297,7 @@ class Table(TableShape):
     def update_ends(self) -> np.ndarray:
         """int32 [ticks]: the step whose update of embedding and head all stages do together at the
         end of a tick, that of the first unit's stage; −1 none."""
+        # That stage needs the embedding before any other, for the next step's earliest F.
         return self.update[:, self.stage_of[0]]
 
     @functools.cached_property
@@ -282,6 +306,7 @@ class Table(TableShape):
         is known; −1 none. Every op of the next step's backward stands later, and so do its
         updates: a microbatch goes through all stages first, in their updated layers."""
         check = np.full(self.ticks, -1, np.int32)
+        # The gradient's norm is a sum over all stages, known when the last of them is done.
         for step in range(self.steps if self.steps > 1 else 0):
             check[np.flatnonzero((self.update == step).any(1))[-1]] = step
         return check
@@ -302,6 +327,7 @@ class Table(TableShape):
 @functools.lru_cache
 def local_unit_of(stage_of: tuple[int, ...]) -> tuple[int, ...]:
     """The local unit of each unit: the number of earlier units on its stage."""
+    # stages 0 1 1 0, two chunks in a V: local units 0 0 1 1
     return tuple(stage_of[:unit].count(stage) for unit, stage in enumerate(stage_of))
 
 
@@ -318,6 +344,7 @@ def units_of(stage_of: tuple[int, ...], stages: int) -> tuple[tuple[int, ...], .
 def unit_lookup(stage_of: tuple[int, ...], stages: int) -> np.ndarray:
     """int32 [stages, most units on a stage]: the unit of each local unit, −1 where the stage has
     fewer."""
+    # stages 0 1 0: stage 0 has units 0 and 2, stage 1 has unit 1 → [[0, 2], [1, −1]]
     units = units_of(stage_of, stages)
     lookup = np.full((stages, max(1, *map(len, units))), -1, np.int32)
     for stage, units_of_stage in enumerate(units):
@@ -334,6 +361,9 @@ def directions(stage_of: tuple[int, ...], stages: int) -> tuple[int, ...]:
     both ways lead to the other one, outputs go +1. Raises TableError for consecutive units on
     stages that are not neighbours.
     """
+    # In a circle of 3 stages, 0 1 2 0: +1 +1 +1 0. In a V, 0 1 2 2 1 0: +1 +1 0 −1 −1 0. On two
+    # stages +1 and −1 lead to the same one, and by the order of (0, 1, −1) all outputs go +1, as on
+    # more stages, and all gradients −1.
     ways = []
     for unit, (stage, following) in enumerate(zip(stage_of, stage_of[1:], strict=False)):
         way = next((step for step in (0, 1, -1) if (stage + step) % stages == following), None)
@@ -353,6 +383,8 @@ def message_ways(stage_of: tuple[int, ...], stages: int) -> np.ndarray:
 
     The last column is 0, so that −1 stands for an idle cell.
     """
+    # F of the last unit sends nothing, for its reader is the head in the same tick. B of unit u + 1
+    # makes the gradient of unit u's output, and so goes against the way of that output.
     ways = np.zeros((len(Op), len(stage_of) + 1), np.int8)
     ways[Op.F, :-1] = directions(stage_of, stages)
     ways[Op.B, 1:-1] = -ways[Op.F, :-2]
@@ -385,117 +417,3 @@ def cell_name(cell: tuple[int, int, int], stage_of: tuple[int, ...]) -> str:
     """A cell as CSV files and errors name it: `F0.3` is F of local unit 0 on microbatch 3."""
     op, unit, microbatch = cell
     return f"{Op(op).name}{local_unit_of(stage_of)[unit]}.{microbatch}"
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-# A chunk's input as a fraction of its residuals: in a Llama layer they are some 24 times the input.
-# F saves the input alone where R rebuilds the rest.
-INPUT = 1 / 20
-ROUNDING = 1e-9  # of sums of residuals
-
-
-def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float]:
-    """The most residuals that each stage holds in one tick; 1 is those of one chunk for one
-    microbatch.
-
-    Residuals are held from the tick of F to the tick of B. With `count_weight_stash` they are held
-    to the tick of W, so that the weight stash counts as much as the residuals of B; and of the
-    recomputed layers of a unit F saves the input alone, a twentieth, and R the rest. A unit counts
-    as its fraction of its chunk. Forward-only tables hold none.
-    """
-    if table.forward_only:
-        return [0.0] * table.stages
-    last_reader = Op.W if count_weight_stash else Op.B
-    # what a cell saves or frees; the last column: of idle cells
-    change = np.zeros((len(Op), table.units + 1))
-    for unit, chunk in enumerate(table.chunk_of):
-        part = 1 / table.chunk_of.count(chunk)
-        if count_weight_stash and table.recomputes(unit):
-            rebuilt = part * (1 - INPUT) * table.recomputed[unit]
-            change[Op.F, unit], change[Op.R, unit] = part - rebuilt, rebuilt
-        else:
-            change[Op.F, unit] = part
-        change[last_reader, unit] = -part
-    held = np.cumsum(change[table.op, table.unit], axis=0)
-    if table.overlaps:
-        # An overlapped B frees residuals only after the tick in which its F saves others.
-        freed = change[np.where(table.overlapped, Op.B, Op.IDLE), table.b_unit]
-        held += np.cumsum(freed, axis=0) - freed
-    return [round(peak, 9) for peak in held.max(axis=0, initial=0.0).tolist()]
-
-
-# --- making tables --------------------------------------------------------------------------------
-
-
-def from_cells(
-    shape: TableShape,
-    cells: Sequence[Sequence[tuple[int, int, int] | None]],
-    **columns: Any,
-) -> Table:
-    """A table, not checked, of cells by tick and stage; None for idle ones. columns: those of
-    `from_arrays`, and its overlapped Bs."""
-    arrays = np.full((3, len(cells), shape.stages), -1, np.int32)
-    arrays[0] = Op.IDLE
-    for tick, cells_of_tick in enumerate(cells):
-        for stage, cell in enumerate(cells_of_tick):
-            if cell is not None:
-                arrays[:, tick, stage] = cell
-    op, unit, microbatch = arrays
-    return from_arrays(shape, op, unit, microbatch, **columns)
-
-
-def from_arrays(
-    shape: TableShape,
-    op: np.ndarray,
-    unit: np.ndarray,
-    microbatch: np.ndarray,
-    *,
-    permute: Sequence[int] | None = None,
-    head: Sequence[int] | None = None,
-    embed: Sequence[int] | None = None,
-    embed_gradient: Sequence[int] | None = None,
-    b_unit: np.ndarray | None = None,
-    b_microbatch: np.ndarray | None = None,
-) -> Table:
-    """A table, not checked, of int32 [ticks, stages] arrays, `unit` in model order; unit and
-    microbatch are −1 in idle cells.
-
-    b_unit, b_microbatch: int32 [ticks, stages], the overlapped Bs, −1 for none; left out, none
-    permute: int [ticks]; left out, late in every tick in which a message that moves is made
-    head, embed, embed_gradient: int [ticks]; left out, in the tick of the last unit's F, the first
-        unit's F and the first unit's B
-    """
-
-    def column(values: Sequence[int] | None, op_of_column: Op, unit_of_column: int) -> np.ndarray:
-        if values is not None:
-            return np.array(values, np.int32)
-        microbatches = np.full(len(op), -1, np.int32)
-        ticks, stages = np.nonzero((op == op_of_column) & (unit == unit_of_column))
-        microbatches[ticks] = microbatch[ticks, stages]
-        if op_of_column == Op.B and b_unit is not None and b_microbatch is not None:
-            ticks, stages = np.nonzero(b_unit == unit_of_column)
-            microbatches[ticks] = b_microbatch[ticks, stages]
-        return microbatches
-
-    if b_unit is None or b_microbatch is None:
-        b_unit, b_microbatch = (np.full_like(op, -1) for _ in range(2))
-    local = np.array([*local_unit_of(shape.stage_of), -1], np.int32)
-    if permute is None:
-        ways = message_ways(shape.stage_of, shape.stages)
-        moves = (ways[op, unit] != 0) | (ways[Op.B, b_unit] != 0)
-        if shape.forward_only:
-            moves &= op == Op.F
-        permute = np.where(moves.any(axis=1), Permute.LATE, Permute.NONE).tolist()
-    return Table(
-        **dataclasses.asdict(shape),
-        op=op,
-        local_unit=local[unit],
-        microbatch=microbatch,
-        b_local_unit=local[b_unit],
-        b_microbatch=b_microbatch,
-        permute=np.array(permute, np.int32),
-        head=column(head, Op.F, shape.units - 1),
-        embed=column(embed, Op.F, 0),
-        embed_gradient=column(embed_gradient, Op.B, 0),
-    )

@@ -1,6 +1,6 @@
 """`auto`: the best table for given op times under a memory bound.
 
-The search compares, by the coupled clock (clocks.coupled_time),
+The search compares, by the coupled clock (clocks/coupled.py),
     - every named schedule that fits, packed in every way, so that the result is never slower than
       one of them with the same memory;
     - the orders between 1F1B, ZB-H1 and ZB-H2 that use exactly the memory of the bound;
@@ -16,7 +16,10 @@ each op, stages · chunks a stage · microbatches. With a larger size there are 
                        them
     more               1                             all but aligned
 
-Memory includes the weight stash: table.peak_residuals with `count_weight_stash`. No JAX here.
+Memory includes the weight stash: residuals.peak_residuals with `count_weight_stash`.
+
+How to read this file: `search` is the loop, `candidates` says which orders it compares, and
+`list_schedule`, the second half, makes orders for the op times. No JAX here.
 """
 
 import collections
@@ -25,21 +28,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxtrain.schedule import orders as orders_
-from jaxtrain.schedule.clocks import Times
-from jaxtrain.schedule.orders import (
-    PLACEMENTS,
-    SCHEDULES,
-    B,
-    ChunkOrders,
-    F,
-    Orders,
-    W,
-    fits_repeats,
-)
+from jaxtrain.schedule.clocks.times import Times
+from jaxtrain.schedule.orders import SCHEDULES, ChunkOrders, fits_repeats
+from jaxtrain.schedule.orders.stage_orders import B, F, Orders, W, accumulate, between
 from jaxtrain.schedule.packing import IN_ORDER, pack_into_ticks
+from jaxtrain.schedule.placement import PLACEMENTS
+from jaxtrain.schedule.residuals import ROUNDING
 from jaxtrain.schedule.table import (
-    ROUNDING,
+    ScheduleError,
     Table,
     counted,
     directions,
@@ -49,7 +45,8 @@ from jaxtrain.schedule.table import (
 from jaxtrain.schedule.table_spec import Cost, TableSpec, cost, memory_of
 
 ANY_REPEATS = (1, 2)  # what `auto` tries where the number of chunks a stage is left to it
-Report = Callable[[str, float], None]  # is told what is tried next, and the fraction that is done
+# is told which orders are tried next, and the fraction of the search that is done
+ReportProgress = Callable[[str, float], None]
 
 
 class ListRule(NamedTuple):
@@ -71,19 +68,20 @@ RULES = (
 
 
 def silent(what: str, done: float) -> None:
-    """A Report that says nothing."""
+    """A ReportProgress that says nothing."""
 
 
-def part_of(report: Report, begin: float, part: float) -> Report:
-    """A Report on the fraction `part` of some work, after the fraction `begin` of it."""
-    return lambda what, done: report(what, begin + done * part)
+def report_share(report: ReportProgress, begin: float, share: float) -> ReportProgress:
+    """A ReportProgress on a share of some work, which starts when the fraction `begin` is done."""
+    # The third quarter of a search: begin = 0.5, share = 0.25. Half of it done reports 0.625.
+    return lambda what, done: report(what, begin + done * share)
 
 
-class MemoryTooSmall(ValueError):
+class MemoryTooSmall(ScheduleError):
     """No table fits into `memory`; one fits into `least`."""
 
     def __init__(self, memory: float, least: float):
-        super().__init__(f"memory={memory:g} is too little for any table found: use {least:g}")
+        super().__init__(f"memory={memory:g} is too little for any table found", use=f"{least:g}")
         self.least = least
 
 
@@ -99,7 +97,7 @@ class OrderCandidate:
     orders: Callable[[], Orders | None]
 
 
-def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
+def search(specs: Sequence[TableSpec], report: ReportProgress = silent) -> Table:
     """The table of least coupled time for any of these specs, whose stages never hold more than
     `memory`.
 
@@ -107,6 +105,8 @@ def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
     `units_per_chunk` alone. Raises MemoryTooSmall, with the least memory of any table, if nothing
     fits.
     """
+    # Candidates with few chunks come first, and of equal costs the earlier table stays: a search
+    # over more candidates finds another table only where that is better.
     best: tuple[Cost, Table] | None = None
     least = float("inf")
     specs = sorted(specs, key=lambda spec: spec.repeats)
@@ -116,7 +116,7 @@ def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
     total, done = sum(candidate.spec.repeats for candidate in tried), 0
     for candidate in tried:
         spec, name, packings = candidate.spec, candidate.name, candidate.packings
-        progress = part_of(report, done / total, spec.repeats / total)
+        progress = report_share(report, done / total, spec.repeats / total)
         done += spec.repeats
         chunks = f"{counted(spec.repeats, 'chunk')} a stage"
         progress(f"{name}, {chunks}", 0.0)
@@ -125,7 +125,9 @@ def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
             continue
         stage_of = PLACEMENTS[candidate.placement](spec.stages, spec.repeats)
         tasks = spec.tasks(ChunkOrders(name, stage_of, spec.microbatches, orders))
-        too_much = False  # in one packing of IN_ORDER, and so in the others
+        # Packings of IN_ORDER keep each stage's order, and so hold equally many residuals. If one
+        # is beyond the bound, the others need not be packed.
+        too_much = False
         for index, packing in enumerate(packings, 1):
             progress(f"{name} {packing}, {chunks}", index / (len(packings) + 1))
             if too_much and packing in IN_ORDER:
@@ -149,19 +151,20 @@ def candidates(spec: TableSpec) -> list[OrderCandidate]:
     taken."""
     stages, repeats, microbatches = spec.stages, spec.repeats, spec.microbatches
     if stages == 1:
-        orders = functools.partial(orders_.accumulate, 1, repeats, microbatches)
+        orders = functools.partial(accumulate, 1, repeats, microbatches)
         return [OrderCandidate("accumulate", spec, "circular", spec.packings, orders)]
     listed = []
     for name, known in SCHEDULES.items():
         if fits_repeats(name, repeats):
             orders = functools.partial(known.order, stages, repeats, microbatches)
             listed.append(OrderCandidate(name, spec, known.placement, spec.packings, orders))
-    # Chunks' residuals to make orders for: no more than twice what 1F1B takes.
+    # The chunks' residuals for which orders are made. More than twice what 1F1B takes (2 p − 1
+    # microbatches, as ZB-H2 holds) gains nothing: a stage then never waits for the other direction.
     bound = min(microbatches, 2 * stages - 1) * repeats
     if spec.memory is not None:
         bound = max(1, min(bound, int(spec.memory * repeats + ROUNDING)))
     if repeats == 1:
-        orders = functools.partial(orders_.between, stages, microbatches, bound)
+        orders = functools.partial(between, stages, microbatches, bound)
         listed.append(OrderCandidate("between", spec, "circular", spec.packings, orders))
     return [*listed, *_list_schedules(spec, bound)]
 
@@ -169,7 +172,8 @@ def candidates(spec: TableSpec) -> list[OrderCandidate]:
 def _list_schedules(spec: TableSpec, bound: int) -> Iterator[OrderCandidate]:
     """The orders by list scheduling, as many as `RULES` has for their size."""
     stages, repeats, microbatches, times = spec.stages, spec.repeats, spec.microbatches, spec.times
-    # an R before its B, of the mean unit
+    # Orders are made on chunks, before there are Rs: a B is as long as its R and itself, for the
+    # mean unit.
     recompute = times.R * (1 - sum(spec.saved) / max(1, len(spec.saved)))
     of_chunk = dataclasses.replace(
         times, F=times.F / repeats, B=(times.B + recompute) / repeats, W=times.W / repeats
@@ -192,7 +196,8 @@ def _list_schedules(spec: TableSpec, bound: int) -> Iterator[OrderCandidate]:
 # --- list scheduling ------------------------------------------------------------------------------
 
 NEVER = float("inf")
-# When it could begin, op, chunk. Choices are made and compared millions of times: they stay tuples.
+# (when it could begin, op, chunk): an op that a stage could do next. A search makes and compares
+# millions of choices, so they stay tuples.
 Choice = tuple[float, int, int]
 
 
@@ -216,8 +221,14 @@ def list_schedule(
               Of several B's the one of the earliest microbatch is taken, of several F's the one
               furthest through the model
     """
+    # Two stages of one chunk, F = B = W = 1, a bound of 2, B before F:
+    #   stage 0 at 0: F0; at 1: F1; at 2 it holds two chunks' residuals, and waits for a B
+    #   stage 1 at 1: F0 (arrived); at 2: B0, whose gradient is there; at 3: F1, …
+    # The stage whose earliest choice is earliest acts next. Only choices within its patience count:
+    # a B that arrives 0.3 W from now is worth waiting for with patience 0.5, one in 0.8 W is not.
     state = _ListState(stage_of, stages, microbatches, bound, times)
     wait, last_op = rule.patience * times.W, [F] * stages
+    # one turn for each F, B and W
     for _ in range(3 * len(stage_of) * microbatches):
         begin = min(state.begin)
         if begin == NEVER:
@@ -256,19 +267,22 @@ class _ListState:
         chunks = len(stage_of)
         self.stage_of, self.last, self.message = stage_of, chunks - 1, times.message
         self.ways, self.chunks_of = directions(stage_of, stages), units_of(stage_of, stages)
-        # Of each chunk, the residuals that its stage may hold before another F of it.
+        # Of each chunk, the residuals that its stage may hold before another F of it: one less than
+        # the bound for each later chunk of the stage. Otherwise Fs of the lowest chunk could fill
+        # the stage, and no microbatch would ever come to the end.
         local = local_unit_of(stage_of)
         self.capacity = [
             bound - (len(self.chunks_of[stage]) - 1 - index)
             for stage, index in zip(stage_of, local, strict=True)
         ]
         self.time_f, self.time_b, self.time_w = times.F, times.B, times.W
-        # The next microbatch of each chunk; and, by microbatch, when what F and B need can be read:
-        # it arrives in order.
+        # The next microbatch of each chunk; and, by microbatch, when the message that its F or B
+        # needs can be read. Messages arrive in the order of microbatches, so a list's length says
+        # how many have come.
         self.next_f, self.next_b = [0] * chunks, [0] * chunks
         self.arrived_f: list[list[float]] = [[0.0] * microbatches, *([] for _ in stage_of[1:])]
         self.arrived_b: list[list[float]] = [[] for _ in stage_of]
-        self.held, self.clock = [0] * stages, [0.0] * stages
+        self.residuals, self.clock = [0] * stages, [0.0] * stages
         # (chunk, microbatch) of the W's to do
         self.weights: list[collections.deque[tuple[int, int]]] = [
             collections.deque() for _ in range(stages)
@@ -277,11 +291,11 @@ class _ListState:
         # the next possible ops of each stage, and when the earliest could begin
         self.choices: list[list[Choice]] = [[] for _ in range(stages)]
         self.begin = [NEVER] * stages
-        self.look(stage_of[0])
+        self.list_choices(stage_of[0])
 
-    def look(self, stage: int) -> None:
+    def list_choices(self, stage: int) -> None:
         """Lists a stage's choices, each from the time at which it could begin."""
-        clock, held = self.clock[stage], self.held[stage]
+        clock, residuals = self.clock[stage], self.residuals[stage]
         choices: list[Choice] = (
             [(clock, W, self.weights[stage][0][0])] if self.weights[stage] else []
         )
@@ -291,7 +305,7 @@ class _ListState:
                 (F, self.arrived_f[chunk], self.next_f[chunk]),
                 (B, self.arrived_b[chunk], self.next_b[chunk]),
             ):
-                if microbatch < len(arrived) and (op == B or held < self.capacity[chunk]):
+                if microbatch < len(arrived) and (op == B or residuals < self.capacity[chunk]):
                     begin = arrived[microbatch]
                     begin = begin if begin > clock else clock
                     choices.append((begin, op, chunk))
@@ -303,13 +317,14 @@ class _ListState:
         begin, op, chunk = choice
         if op == W:
             chunk, microbatch = self.weights[stage].popleft()
-            self.held[stage] -= 1
+            self.residuals[stage] -= 1
             self.clock[stage] = begin + self.time_w
         elif op == F:
             microbatch = self.next_f[chunk]
             self.next_f[chunk] += 1
-            self.held[stage] += 1
+            self.residuals[stage] += 1
             self.clock[stage] = begin + self.time_f
+            # The head follows the last chunk's F at once: that is when its B can begin.
             if chunk < self.last:
                 self._send(stage, chunk + 1, self.arrived_f, self.ways[chunk])
             else:
@@ -322,10 +337,10 @@ class _ListState:
             if chunk > 0:
                 self._send(stage, chunk - 1, self.arrived_b, self.ways[chunk - 1])
         self.orders[stage].append((op, chunk, microbatch))
-        self.look(stage)
+        self.list_choices(stage)
 
     def _send(self, stage: int, reader: int, arrived: list[list[float]], way: int) -> None:
         """Sends the result of a stage's op to the chunk that reads it."""
         arrived[reader].append(self.clock[stage] + (self.message if way else 0.0))
         if self.stage_of[reader] != stage:
-            self.look(self.stage_of[reader])
+            self.list_choices(self.stage_of[reader])

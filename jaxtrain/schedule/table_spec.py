@@ -5,10 +5,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxtrain.schedule.clocks import Times, coupled_time
-from jaxtrain.schedule.orders import ChunkOrders, Orders
+from jaxtrain.schedule.clocks.coupled import coupled_time
+from jaxtrain.schedule.clocks.times import Times
+from jaxtrain.schedule.orders import ChunkOrders
+from jaxtrain.schedule.orders.stage_orders import Orders
 from jaxtrain.schedule.packing import IN_ORDER, PACKINGS, Tasks, cut_into_units
-from jaxtrain.schedule.table import Op, Table, TableShape, peak_residuals
+from jaxtrain.schedule.residuals import peak_residuals
+from jaxtrain.schedule.table import Op, ScheduleError, Table, TableShape
 
 # Under full recomputation the last unit has no R, and its F saves the residuals themselves, while
 # at most this many microbatches are between their F and B there; with overlapped cells one, or all
@@ -62,13 +65,15 @@ class TableSpec:
             return IN_ORDER if self.overlap else PACKINGS
         return (self.permute,)
 
+    # The name of an order, its chunks' stages and its overlapped Fs come from `chunk_orders`; all
+    # else from the spec.
     def tasks(self, chunk_orders: ChunkOrders) -> Tasks:
-        """The tasks of orders of ops on chunks, cut into units, to be packed. Raises ValueError if
-        `units_per_chunk` has not a number for each chunk."""
+        """The tasks of orders of ops on chunks, cut into units, to be packed. Raises ScheduleError
+        unless `units_per_chunk` has a number for each chunk."""
         name, orders = chunk_orders.name, chunk_orders.orders
         chunks = len(chunk_orders.stage_of)
         if self.units_per_chunk is not None and len(self.units_per_chunk) != chunks:
-            raise ValueError(
+            raise ScheduleError(
                 f"units_per_chunk has {len(self.units_per_chunk)} numbers, and {name} has {chunks} "
                 "chunks: give one number for each"
             )
@@ -98,6 +103,7 @@ class TableSpec:
 
 def _most_in_flight(orders: Orders, chunk: int) -> int:
     """The most microbatches of a chunk that are between their F and their B at once."""
+    # F0 F1 B0 W0 F2 B1 …: 1 2 1 1 2 1 …, at most 2. Only one stage has the chunk.
     in_flight = most = 0
     for op, chunk_of_task, _ in (task for order in orders for task in order):
         if chunk_of_task == chunk:
@@ -117,6 +123,8 @@ class Cost(NamedTuple):
 
 def cost(table: Table, spec: TableSpec) -> Cost:
     """The cost of a table by the spec's times, rounded to nine digits."""
+    # Nine digits: sums of floats in another order must not decide between two tables that take the
+    # same time.
     time = coupled_time(table, spec.times, spec.shares)
     return Cost(float(f"{time:.9g}"), memory_of(table), table.ticks)
 

@@ -38,9 +38,12 @@ def read_after(tick: Ticks) -> Ticks:
 def departures(permute: np.ndarray) -> np.ndarray:
     """The tick whose permute sends the messages of each tick's ops, int64 [ticks]; NEVER where none
     does. permute: int [ticks], of Permute."""
+    # Permutes late – early late: the messages of ticks 0 1 2 3 leave in ticks 0 2 3 3. That of tick
+    # 2 is made after the early permute, and waits for the next one.
     ticks = np.arange(len(permute))
     leaves = np.full(len(permute), NEVER, np.int64)
-    # an early permute of the op's own tick is before the op
+    # `searchsorted` finds the first permute at or after the tick ("left"), or only after it
+    # ("right"): an early permute of the op's own tick comes before the op.
     for when, side in ((Permute.LATE, "left"), (Permute.EARLY, "right")):
         permutes = np.append(np.flatnonzero(permute == when), NEVER)
         leaves = np.minimum(leaves, permutes[np.searchsorted(permutes, ticks, side=side)])  # type: ignore[call-overload]
@@ -62,6 +65,7 @@ def readable_from(ticks: np.ndarray, ways: np.ndarray, permute: np.ndarray) -> n
 def delays(ways: np.ndarray, when: Permute) -> np.ndarray:
     """Ticks from each message's op until it can be read, int [messages], if every tick permutes at
     this time."""
+    # 1 if it stays or permutes are late, 2 if they are early. Two ticks show all cases.
     return readable_from(np.zeros(len(ways), int), ways, np.full(2, when))
 
 
@@ -80,7 +84,8 @@ class Arrivals:
 
 
 def arrivals(table: Table) -> Arrivals:
-    """The arrivals of all messages of a table whose cells and columns are right."""
+    """The arrivals of all messages of a table that has every cell and every entry of its columns
+    once."""
     tick, stage, op, unit, microbatch = table.busy
     readable = readable_from(
         tick, message_ways(table.stage_of, table.stages)[op, unit], table.permute
@@ -93,7 +98,9 @@ def arrivals(table: Table) -> Arrivals:
     heads = _ticks_of(table.head, table.microbatches)
     gradient[last] = np.where(heads == NEVER, NEVER, read_after(heads))
     forward, backward = op == Op.F, op == Op.B
-    # Head and embedding's gradient come after the cell's op in the same tick.
+    # F of unit u fills entry u + 1, B of unit u entry u − 1: for unit 0 that is index −1, the last
+    # entry, which is the embedding's. Head and embedding's gradient come after the cell's op in the
+    # same tick, so their values can be read in it.
     activation[unit[forward] + 1, microbatch[forward]] = np.where(unit == last, tick, readable)[
         forward
     ]
@@ -133,12 +140,15 @@ def waiting(table: Table) -> dict[tuple[Op, int], np.ndarray]:
     if not table.overlaps:  # one buffer for both
         sent = dict.fromkeys(sent, sent[Op.F] + sent[Op.B])
     leaves = departures(table.permute)
-    # The earliest tick in which the buffer is free of each tick's messages.
+    # The earliest tick in which the buffer is free of each tick's messages. A late permute of that
+    # tick empties it after the tick's op, an early one before.
     late = table.permute[np.minimum(leaves, table.ticks - 1)] == Permute.LATE
     free = np.where(leaves == NEVER, table.ticks, np.where(late, leaves + 1, leaves))
     buffers = {}
     for op, way in itertools.product(sent, (1, -1)):
         tick, stage = np.nonzero(sent[op] == way)
+        # +1 from the tick after the op on, −1 from when the buffer is free: sums over ticks then
+        # count the messages in the buffer, 0 or 1 in a table that has passed the check.
         change = np.zeros((table.ticks + 1, table.stages), int)
         np.add.at(change, (tick + 1, stage), 1)
         np.add.at(change, (free[tick], stage), -1)

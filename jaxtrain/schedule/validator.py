@@ -1,10 +1,18 @@
-"""Checks of a table: a runtime that executes it computes every task once, with the right values,
-and ends. No JAX here."""
+"""Checks of a table: a runtime that executes it computes every task once, with correct values, and
+ends.
+
+    every task once           shapes, cells that exist, none twice, none missing, columns
+    correct values            what an op reads has arrived, and no message is overwritten
+    correct parameters        in a table of several steps, each op stands between two updates
+
+Each check relies on those before it, and reports the fault of the earliest tick. Errors name a cell
+as CSV files do, F0.3, and what to change. Begin with `check`. No JAX here.
+"""
 
 import numpy as np
 
+from jaxtrain.schedule.residuals import ROUNDING, peak_residuals
 from jaxtrain.schedule.table import (
-    ROUNDING,
     VOCABULARIES,
     Cell,
     CellArrays,
@@ -14,7 +22,6 @@ from jaxtrain.schedule.table import (
     TableError,
     cell_name,
     message_ways,
-    peak_residuals,
     unit_lookup,
 )
 from jaxtrain.schedule.transport import NEVER, Arrivals, arrivals, buffer_numbers, departures
@@ -22,7 +29,7 @@ from jaxtrain.schedule.transport import NEVER, Arrivals, arrivals, buffer_number
 
 def check(table: Table, memory: float | None = None, count_weight_stash: bool = False) -> None:
     """Raises TableError, for the earliest tick that is wrong, unless a runtime that follows the
-    table does every task once and right.
+    table does every task once, on correct values.
 
     memory: the most residuals that a stage may hold, as `peak_residuals` counts them.
     """
@@ -33,7 +40,7 @@ def check(table: Table, memory: float | None = None, count_weight_stash: bool = 
         _check_column(table, name)
     permutes = set(table.permute.tolist())
     if permutes - {*Permute}:
-        raise TableError(f"permute holds {sorted(permutes)}: use 0, 1 or 2")
+        raise TableError(f"permute holds {sorted(permutes)}", use="0, 1 or 2")
     _check_order(table)
     _check_steps(table)
     if memory is not None:
@@ -72,7 +79,7 @@ def _check_shape(table: Table) -> None:
     for name, shape in (of_stages | of_ticks).items():
         array = getattr(table, name)
         if array.shape != shape or array.dtype != np.int32:
-            raise TableError(f"{name} is {array.dtype} {array.shape}: use int32 {shape}")
+            raise TableError(f"{name} is {array.dtype} {array.shape}", use=f"int32 {shape}")
 
 
 def _check_cells(table: Table) -> None:
@@ -85,11 +92,13 @@ def _check_cells(table: Table) -> None:
     op, local, microbatch = (
         array[ticks, stages] for array in (table.op, table.local_unit, table.microbatch)
     )
+    # Not `table.busy`: it reads units that may not exist. What is no idle cell here has an op, a
+    # unit or a microbatch, sensible or not.
     b_ticks, b_stages = np.nonzero((table.b_local_unit != -1) | (table.b_microbatch != -1))
     alone = np.flatnonzero(table.op[b_ticks, b_stages] != Op.F)
     if len(alone):
         tick, stage = int(b_ticks[alone[0]]), int(b_stages[alone[0]])
-        raise TableError("a B is overlapped with a cell that is no F: use an F", tick, stage)
+        raise TableError("a B is overlapped with a cell that is no F", tick, stage, use="an F")
     if len(b_ticks):
         order = np.lexsort((np.concatenate([stages, b_stages]), np.concatenate([ticks, b_ticks])))
         joined = lambda a, b: np.concatenate([a, b])[order]
@@ -106,9 +115,12 @@ def _check_cells(table: Table) -> None:
         & (microbatch < table.microbatches)
     )
     op_or_idle = np.where(exists, op, Op.IDLE)
+    # Cells that do not exist get op 0 and unit −1, so that the tables below can be read for all.
     unit = np.where(exists, lookup[stages, np.where(exists, local, 0)], -1)
     foreign = (unit < 0) | ~_ops_of_units(table)[op_or_idle, unit]
-    # of each cell, the one before it that is equal, or itself
+    # Of each cell, the one before it that is equal, or itself: equal cells have equal keys, and a
+    # stable sort keeps them in the order of their ticks. Keys 7 3 7 become 3 7 7, from cells 1 0 2,
+    # so cell 2 repeats cell 0.
     keys = (op_or_idle.astype(np.int64) * table.units + unit) * table.microbatches + microbatch
     equal_before, ordered = np.arange(len(keys)), np.argsort(keys, kind="stable")
     repeated = np.flatnonzero(keys[ordered][1:] == keys[ordered][:-1]) + 1
@@ -129,16 +141,18 @@ def _check_cells(table: Table) -> None:
     if foreign[i]:
         raise TableError(f"{name} does not belong in this table: leave the cell empty", tick, stage)
     earlier = int(ticks[equal_before[i]])
-    raise TableError(f"{name} stands already in {{}}: use it once", tick, stage, ticks=(earlier,))
+    raise TableError(f"{name} stands already in {{}}", tick, stage, ticks=(earlier,), use="it once")
 
 
 def _check_missing(table: Table) -> None:
     """Raises TableError for tasks of which the table has no cell."""
     present = np.zeros((len(Op), table.units, table.microbatches), bool)
     present[table.busy.op, table.busy.unit, table.busy.microbatch] = True
+    # [ops, units, 1] against [ops, units, microbatches]
     missing = _ops_of_units(table)[:, :-1, None] & ~present
     if not missing.any():
         return
+    # The missing task to name: of the lowest microbatch the earliest op, of that the lowest unit.
     microbatch, op, unit = (int(number) for number in np.argwhere(missing.transpose(2, 0, 1))[0])
     before = Cell(int(_earlier_ops(table)[op, unit]), unit, microbatch)
     if op == Op.F:
@@ -189,14 +203,17 @@ def _check_column(table: Table, name: str) -> None:
         if microbatch == -1:
             continue
         if not 0 <= microbatch < microbatches:
-            fix = f"use 0 to {microbatches - 1}" if microbatches else "leave the column empty"
-            raise TableError(f"microbatch {microbatch} does not exist: {fix}", tick, column=name)
+            rule = f"microbatch {microbatch} does not exist"
+            if not microbatches:
+                raise TableError(f"{rule}: leave the column empty", tick, column=name)
+            raise TableError(rule, tick, column=name, use=f"0 to {microbatches - 1}")
         if microbatch in ticks:
             raise TableError(
-                f"microbatch {microbatch} stands already in {{}}: use it once",
+                f"microbatch {microbatch} stands already in {{}}",
                 tick,
                 column=name,
                 ticks=(ticks[microbatch],),
+                use="it once",
             )
         ticks[microbatch] = tick
     if len(ticks) < microbatches:
@@ -216,7 +233,7 @@ def _check_column(table: Table, name: str) -> None:
         )
 
 
-# --- on the right values --------------------------------------------------------------------------
+# --- correct values -------------------------------------------------------------------------------
 
 
 def _check_order(table: Table) -> None:
@@ -229,6 +246,7 @@ def _check_order(table: Table) -> None:
         _early_column(table, "head", readable.activation[-1]),
         _early_column(table, "embed_gradient", readable.gradient[-1]),
     ]
+    # In a tick the cell comes before the head, and the head before the embedding's gradient.
     in_order = [(fault.tick, part, fault) for part, fault in enumerate(faults) if fault is not None]
     if in_order:
         raise min(in_order)[-1]
@@ -240,6 +258,8 @@ def _cell_at(cells: CellArrays, index: int) -> Cell:
 
 def _early_cell(table: Table, readable: Arrivals) -> TableError | None:
     """The fault of the earliest cell whose message or own earlier op is not there in its tick."""
+    # A cell waits for the op before it on its own unit and microbatch (`before`, such as R for B),
+    # and F and B wait for a message as well.
     cells = table.busy
     ticks = np.full((len(Op), table.units, table.microbatches), NEVER, np.int32)
     ticks[cells.op, cells.unit, cells.microbatch] = cells.tick
@@ -287,6 +307,8 @@ def _waits(
 
 def _lost_message(table: Table) -> TableError | None:
     """The fault of the earliest cell that overwrites a message in its stage's send buffer."""
+    # Two messages that follow each other in one buffer and leave by one permute: the later one has
+    # overwritten the earlier one. Sorted by stage, buffer and tick they are neighbours.
     cells = table.busy
     ways = message_ways(table.stage_of, table.stages)[cells.op, cells.unit]
     leaves = departures(table.permute)[cells.tick]
@@ -331,7 +353,7 @@ def _early_column(table: Table, name: str, readable: np.ndarray) -> TableError |
     )
 
 
-# --- on the right parameters ----------------------------------------------------------------------
+# --- correct parameters ---------------------------------------------------------------------------
 
 
 def _check_steps(table: Table) -> None:
@@ -339,6 +361,8 @@ def _check_steps(table: Table) -> None:
     before an update whose result it needs: after each stage's last W of a step comes its update,
     and only then an op of the next step. Head and embedding have theirs with the first unit's
     stage."""
+    # On a stage the steps of its ops may only grow from tick to tick: 0 0 0 1 1, never 0 1 0. Its
+    # update of step 0 follows its last W of it, and so precedes all ops of step 1.
     per_step = table.microbatches_per_step
     for stage in range(table.stages) if table.steps > 1 else ():
         ticks = np.flatnonzero(table.op[:, stage])

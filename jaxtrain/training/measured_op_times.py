@@ -20,7 +20,7 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.planner.step.planned_op_times import hardware_at_hand, milliseconds, op_times
-from jaxtrain.schedule.clocks import Times
+from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
@@ -117,11 +117,17 @@ def times_of(by_op: dict[str, float], table: Table, shares: Sequence[float]) -> 
 def in_order(times: Times, table: Table, dense_layers: bool = False) -> tuple[float, ...]:
     """Measured times in the order of `pipeline.times`. dense_layers: the embedding has some behind
     it"""
-    values = times.F, times.B, times.W, times.message, times.R, times.head
-    both = max(times.F, times.B, times.F + times.B - times.overlap) if table.overlaps else 0.0
-    if dense_layers:
-        return *values, both, 0.0, times.embed
-    return (*values, both) if table.overlaps else values
+    both = max(times.F, times.B, times.F + times.B - times.overlap)
+    return KnownTimes(
+        times.F,
+        times.B,
+        times.W,
+        times.message,
+        times.R,
+        times.head,
+        FB=both if table.overlaps else None,
+        embedding=times.embed if dense_layers else None,
+    ).setting()
 
 
 def _overlap_of(

@@ -33,7 +33,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from jaxtrain.config import OptimizerConfig, PrecisionConfig, ResolvedModel
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.devices import host_memory
@@ -43,7 +43,7 @@ from jaxtrain.devices.state_file import StateFile
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
-from jaxtrain.parallel.zero import Reduction, Zero, reduction_of, sum_of_squares
+from jaxtrain.parallel.zero import ParameterArray, Reduction, Zero, reduction_of, sum_of_squares
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.update.optimizer import Optimizer, parts_of
 
@@ -101,7 +101,7 @@ class ParameterLayout:
     @classmethod
     def unstaged(
         cls,
-        model: ModelConfig,
+        model: ResolvedModel,
         mesh: Mesh,
         precision: PrecisionConfig,
         independent_replicas: bool = False,
@@ -192,16 +192,8 @@ class ParameterLayout:
             # ZeRO shards layers over `data` alone. The ends lie on all stages, though one of them
             # reads them: `shards_ends` shards them over all devices of a stage to save memory.
             shard_axes = SHARD_AXES if self.shards_ends and not lead else (DATA,)
-            return reduction_of(
-                (*axes, *s.axes),
-                (*lead, *s.padded),
-                len(lead),
-                self.mesh,
-                self.zero,
-                sum_axes,
-                s.counts,
-                shard_axes,
-            )
+            array = ParameterArray((*axes, *s.axes), (*lead, *s.padded), len(lead), s.counts)
+            return reduction_of(array, self.mesh, self.zero, sum_axes, shard_axes)
 
         return self._map(reduction)
 

@@ -39,7 +39,7 @@ def no_request() -> Request:
 
 
 class Saves(Protocol):
-    """Saves, as checkpoint.manager.RunCheckpoints has them. busy: one is under way; longest_s:
+    """Saves, as checkpoint.manager.Checkpointer has them. busy: one is under way; longest_s:
     seconds of the longest so far."""
 
     @property

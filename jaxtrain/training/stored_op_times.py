@@ -10,6 +10,7 @@ the code, so the run's table stays the same. Times are measured or planned anew 
 "of" has changed, such as the mesh or the model. They are measured in training/measured_op_times.py.
 """
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
@@ -17,10 +18,11 @@ from collections.abc import Mapping
 from jaxtrain.config import MeshConfig, PipelineConfig, ResolvedConfig, fields, get, value_text
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import read_json, replace_text
+from jaxtrain.schedule.clocks.times import KnownTimes
 
 OP_TIMES = "op_times.json"
 LATER = ("FB", "update", "embedding")  # only of some tables; 0 where they are not known
-NAMES = ("F", "B", "W", "message", "R", "head", *LATER)  # of `pipeline.times`
+NAMES = tuple(field.name for field in dataclasses.fields(KnownTimes))
 # Settings and groups of settings on which the times of a stage's microbatch depend, and how the
 # times were made. The schedule is not among them.
 _OF = (
@@ -86,7 +88,7 @@ def read(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...]
 
 
 def worth_storing(mesh: MeshConfig, pipeline: PipelineConfig, given: PipelineConfig) -> bool:
-    """True if a resolved config's times were planned or measured in this run, even if measuring
+    """True if the times were planned or measured in this run, even if measuring
     failed, and not `given` by the user."""
     return bool(pipeline.times or pipeline.measure_times) and needed(mesh, given)
 

@@ -162,8 +162,8 @@ def spoil(chance: random.Random) -> tuple[str, str]:
     field = cfg.fields()[path]
     if kind > 0.93:
         return path, chance.choice(NO_VALUES)
-    if field.metadata["choices"]:
-        return path, str(chance.choice((*field.metadata["choices"], *WORDS)))
+    if cfg.setting_of(field).choices.names:
+        return path, str(chance.choice((*cfg.setting_of(field).choices.names, *WORDS)))
     if field.type is bool:
         return path, chance.choice(("true", "false", "maybe", "2"))
     if field.type is int:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, replace
+from jaxtrain.config.groups.model_settings import BIASED
 from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.rules.checks import Environment, first_violation
 from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
-from jaxtrain.config.settings import BIASED
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.schedule.orders import SCHEDULES
 

@@ -168,7 +168,7 @@ def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     save_of(config, tmp_path, 3)
     meta, stored = (
         Meta(configs.to_dict(config)),
-        manifest.shapes(manifest.read_database(epath.Path(tmp_path / "3" / "state"))),
+        manifest.read_database(epath.Path(tmp_path / "3" / "state")).shapes,
     )
     assert expected_shapes(config) == stored
     assert wrong_arrays(meta, stored) == ""
@@ -214,6 +214,7 @@ def test_the_state_of_every_optimizer_on_another_mesh(tmp_path, name):
     first, again = (restore(tmp_path / folder, 1, *alone) for folder in ("first", "second"))
     assert_same(again, first)
     assert any(np.any(a) for a in jax.tree.leaves(first.optimizer))
-    assert expected_shapes(one) == manifest.shapes(
-        manifest.read_database(epath.Path(tmp_path / "second" / "1" / "state"))
+    assert (
+        expected_shapes(one)
+        == manifest.read_database(epath.Path(tmp_path / "second" / "1" / "state")).shapes
     )

@@ -25,8 +25,8 @@ def test_defaults_and_base_work():
     checks.check(Config())
     checks.check(BASE)
     for path, field in cfg.fields().items():
-        assert field.metadata["doc"], path
-        assert "\n" not in field.metadata["doc"], path
+        assert cfg.setting_of(field).doc, path
+        assert "\n" not in cfg.setting_of(field).doc, path
 
 
 # --- rules ----------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_passes_change_all_numbers_once_each(opened, monkeypatch, limit):
     add = jax.jit(lambda arrays: [a + 1000 for a in arrays])
 
     def one_pass():
-        for group, buffer in stream.groups():
+        for group, buffer in stream.one_pass():
             stream.write(group, add(group.on_devices(buffer)), buffer)
 
     one_pass()
@@ -121,7 +121,7 @@ def test_an_error_of_the_disk_is_told_by_name(opened, monkeypatch, which, words)
     monkeypatch.setattr(os, which, fails)
     with pytest.raises(StateFileError) as raised:
         for _ in range(2):
-            for group, buffer in stream.groups():
+            for group, buffer in stream.one_pass():
                 stream.write(group, group.on_devices(buffer), buffer)
     expected = (
         rf"parallel.offload_directory='{file.folder}': {file.size:,} bytes of the optimizer's "

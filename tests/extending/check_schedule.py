@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.clocks import Times
-from jaxtrain.schedule.simulate import simulate
+from jaxtrain.schedule.clocks.simulate import simulate
+from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check
 

@@ -290,7 +290,7 @@ def test_models_of_recipes():
         "deepseek_v3": "deepseek_v3",
     }
     for name, expected in families.items():
-        config = load_recipe(shipped_recipes()[name]).resolve()
+        config = load_recipe(shipped_recipes()[name]).fill()
         answer = write_model(config.model, None, config.data.sequence_length)["model_type"]
         assert answer == expected, name
 

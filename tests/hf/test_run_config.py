@@ -1,6 +1,7 @@
 """The config of a run that starts from a published model: a setting that somebody chose may not
 contradict config.json, a default may."""
 
+import dataclasses
 import json
 
 import pytest
@@ -44,7 +45,7 @@ def test_settings_that_say_the_same_or_are_free(published):
     )
     assert (config.model.width, config.model.loss_chunk, config.data.batch_size) == (16, 64, 8)
     # resolved, as the config.json of a run has them
-    resolved = config.resolve()
+    resolved = config.fill().as_read()
     assert config_of(published, resolved) == resolved
     assert config_of(published, replace(Config(), {"model.init_std": 0.5})).model.init_std == 0.5
 
@@ -102,12 +103,11 @@ def test_without_a_tokenizer_bytes_are_trained_only_if_they_are_named(tmp_path, 
 def test_files_and_lengths_that_are_not_followed_are_noted(published):
     """A single file has precedence over an index, in transformers too."""
     folder, config = published.folder, config_of(published, data__sequence_length=64)
-    assert published.notes_for(config) == ()
+    assert published.notes_for(config.model, config.data) == ()
     for name in ("adapter_config.json", INDEX, SINGLE):
         (folder / name).write_text("{}")
-    index, adapter, beyond = read_published(folder).notes_for(
-        replace(config, {"data.sequence_length": 65})
-    )
+    longer = dataclasses.replace(config.data, sequence_length=65)
+    index, adapter, beyond = read_published(folder).notes_for(config.model, longer)
     assert adapter.startswith("adapter_config.json is left out: ")
     assert index == f"{INDEX} is left out: {SINGLE} beside it is read, as in transformers"
     said = f"max_position_embeddings=64 of {folder / CONFIG}"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.parallel.attention import blockwise, flash
-from jaxtrain.parallel.attention.causal import attend_causal, grouped_attention
+from jaxtrain.parallel.attention.causal import AttentionSettings, attend_causal, grouped_attention
 from jaxtrain.parallel.attention.context import CAUSAL, Sight
 
 BATCH, LENGTH, HEADS = 2, 24, 6
@@ -115,9 +115,11 @@ def test_blocks_that_nobody_sees_are_not_computed(block):
 
     @jax.jit
     def first_half(q, k, v, g):
-        out, lse = blockwise.output_and_lse(q, k, v, Sight((0, 1), 1))
-        gradients = blockwise.gradients(q, k, v, g, out, lse, Sight((0, 1), 1))
-        return out, gradients, blockwise.output_and_lse(q, k, v, Sight((0, 1), 1, diagonal=False))
+        inputs = flash.Inputs(q, k, v, Sight((0, 1), 1))
+        out, lse = blockwise.output_and_lse(inputs, jnp.float32)
+        gradients = blockwise.gradients(flash.Residuals(inputs, out, lse), g, jnp.float32)
+        below = inputs._replace(sight=Sight((0, 1), 1, diagonal=False))
+        return out, gradients, blockwise.output_and_lse(below, jnp.float32)
 
     whole, (_, dk, dv), (out, lse) = first_half(q[:, :12], k, v, g[:, :12])
     assert np.isfinite(whole).all()
@@ -129,7 +131,7 @@ def test_blocks_that_nobody_sees_are_not_computed(block):
 def test_memory_grows_with_the_sequence_alone():
     def temporary(length):
         given = arrays(length=length, head=8, value=8)
-        fn = lambda q, k, v: attend_causal(q, k, v, None, "all_gather", "xla")
+        fn = lambda q, k, v: attend_causal(q, k, v, None, AttentionSettings(kernel="xla"))
         compiled = jax.jit(lambda *a: with_gradients(fn, *a)).lower(*given).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

@@ -163,9 +163,9 @@ def test_blocks_at_real_sizes(rows, experts_of_a_device, taken):
         (grouped.MOST_ROWS_ON_GPU, grouped.BLOCKS_ON_GPU, 1.2),
     ):
         computed = 0
-        for blocks, products in ((of_rows, 2), (grouped.BLOCKS_OF_WEIGHTS, 1)):
+        for blocks, number in ((of_rows, 2), (grouped.BLOCKS_OF_WEIGHTS, 1)):
             size = grouped.block_rows(rows, experts_of_a_device, most, blocks)
-            computed += products * -(-sizes // size).sum() * size
+            computed += number * -(-sizes // size).sum() * size
         assert computed <= bound * 3 * taken
 
 

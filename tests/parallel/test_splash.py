@@ -96,7 +96,8 @@ def test_keys_of_another_device():
     gradient."""
     q, k, v, g = arrays()
     y, dq, dk, dv = by_splash(q, k, v, g, jnp.array([0, 2]), diagonal=False, pairs=2)
-    _, lse = splash.kernel(True).forward(q, k, v, Sight(jnp.array([0, 2]), 2, False))
+    inputs = flash.Inputs(q, k, v, Sight(jnp.array([0, 2]), 2, False))
+    _, lse = splash.kernel(True).forward(inputs, jnp.float32)
     assert (
         not np.any(y[:, :128]) and not np.any(dq[:, :128]) and (lse[:, :128] == flash.MASKED).all()
     )
@@ -128,16 +129,17 @@ def test_in_bfloat16():
     )
 
 
-def meetings(own=None, whole=(0,), tokens=512, keys=512, batch=1) -> np.ndarray:
+def meetings(own=None, full_chunks=(0,), tokens=512, keys=512, batch=1) -> np.ndarray:
     """Which blocks of queries meet which blocks of keys, for the first sequence."""
     q, k = jnp.zeros((batch, tokens, 1, 8)), jnp.zeros((batch, keys, 1, 8))
-    return np.asarray(splash._blocks(q, k, Sight(whole), own, 128, 128).run_BXY[0]).astype(int)
+    pairs = splash._block_pairs(flash.Inputs(q, k, k, Sight(full_chunks), own), 128, 128)
+    return np.asarray(pairs.run_BXY[0]).astype(int)
 
 
 def test_only_blocks_that_see_each_other_are_computed():
     np.testing.assert_array_equal(meetings(), np.tril(np.ones((4, 4))))
     np.testing.assert_array_equal(
-        meetings(whole=jnp.array([0, 3]), tokens=256), [[1, 0, 0, 0], [1, 1, 1, 1]]
+        meetings(full_chunks=jnp.array([0, 3]), tokens=256), [[1, 0, 0, 0], [1, 1, 1, 1]]
     )
     halves = jnp.repeat(jnp.array([[1, 2]]), jnp.array([256, 256]), 1, total_repeat_length=512)
     np.testing.assert_array_equal(
@@ -149,14 +151,12 @@ def test_what_is_fetched_next():
     """The next block that is computed: of the same row of the grid, or the first of the next;
     sequences are behind one another."""
     run = jnp.asarray(np.stack([np.tril(np.ones((2, 2), bool)), np.eye(2, dtype=bool)]))
-    blocks = splash._Blocks(128, 128, jnp.arange(256, dtype=jnp.int32), run, 256)
+    pairs = splash._BlockPairs(128, 128, jnp.arange(256, dtype=jnp.int32), run, 256, None)
+    np.testing.assert_array_equal(pairs.by_queries().data_next[0], [[0, 0], [0, 1], [2, 3], [3, 3]])
     np.testing.assert_array_equal(
-        blocks.of_queries().data_next[0], [[0, 0], [0, 1], [2, 3], [3, 3]]
+        pairs.by_queries().block_mask[0], [[1, 0], [1, 1], [1, 0], [0, 1]]
     )
-    np.testing.assert_array_equal(
-        blocks.of_queries().block_mask[0], [[1, 0], [1, 1], [1, 0], [0, 1]]
-    )
-    np.testing.assert_array_equal(blocks.of_keys().data_next[0], [[0, 1, 2, 3], [1, 1, 2, 3]])
+    np.testing.assert_array_equal(pairs.by_keys().data_next[0], [[0, 1, 2, 3], [1, 1, 2, 3]])
 
 
 def test_sizes_of_blocks():

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import AXES, MANUAL_AXES, MODEL, SUM_AXES, make_mesh
-from jaxtrain.parallel.zero import reduce, reduction_of
+from jaxtrain.parallel.zero import ParameterArray, reduce, reduction_of
 
 LAYER = ("stage", "layer", "width", "heads")
 TABLE = ("vocab", "width")
@@ -19,7 +19,7 @@ TABLE = ("vocab", "width")
 
 def test_a_layer_is_shared_out_over_data():
     mesh = make_mesh((1, 2, 2, 1, 1, 2))
-    how = reduction_of(LAYER, (2, 3, 8, 16), 2, mesh, zero=1)
+    how = reduction_of(ParameterArray(LAYER, (2, 3, 8, 16), 2), mesh, zero=1)
     assert (how.scatter_axes, how.dim, how.sum_axes) == (
         ("data",),
         0,
@@ -32,7 +32,7 @@ def test_a_layer_is_shared_out_over_data():
 
 def test_embedding_and_head_are_shared_out_over_stages_too():
     mesh = make_mesh((1, 2, 2, 1, 1, 2))
-    how = reduction_of(TABLE, (62, 8), 0, mesh, zero=1)
+    how = reduction_of(ParameterArray(TABLE, (62, 8), 0), mesh, zero=1)
     assert (how.scatter_axes, how.dim, how.sum_axes) == (
         ("data", "stage"),
         1,
@@ -40,14 +40,16 @@ def test_embedding_and_head_are_shared_out_over_stages_too():
     )
     assert how.storage == P("model", ("data", "stage"))
     # 4 does not divide the width: over data alone, and summed over stages.
-    how = reduction_of(TABLE, (62, 6), 0, mesh, zero=1)
+    how = reduction_of(ParameterArray(TABLE, (62, 6), 0), mesh, zero=1)
     assert (how.scatter_axes, how.dim, how.sum_axes) == (
         ("data",),
         1,
         ("replica", "expert", "context", "stage"),
     )
     # Neither does data: over stages alone, and summed over data.
-    how = reduction_of(TABLE, (62, 8), 0, make_mesh((1, 3, 2, 1, 1, 1), jax.devices()[:6]), zero=3)
+    how = reduction_of(
+        ParameterArray(TABLE, (62, 8), 0), make_mesh((1, 3, 2, 1, 1, 1), jax.devices()[:6]), zero=3
+    )
     assert (how.scatter_axes, how.dim, how.sum_axes) == (
         ("stage",),
         1,
@@ -63,12 +65,15 @@ def test_what_stays_whole():
         (("stage", "layer", "width"), (2, 4, 6), 2, 1),
         (LAYER, (2, 3, 8, 16), 2, 0),
     ):
-        how = reduction_of(axes, shape, own, mesh, zero)
+        how = reduction_of(ParameterArray(axes, shape, own), mesh, zero)
         assert how.scatter_axes == () and how.storage == how.unsharded
         assert how.sum_axes == SUM_AXES
     # replicas keep all
     assert (
-        reduction_of(LAYER, (1, 3, 8, 16), 2, make_mesh((8, 1, 1, 1, 1, 1)), 1).scatter_axes == ()
+        reduction_of(
+            ParameterArray(LAYER, (1, 3, 8, 16), 2), make_mesh((8, 1, 1, 1, 1, 1)), 1
+        ).scatter_axes
+        == ()
     )
 
 
@@ -96,7 +101,7 @@ CASES = {
 def test_reduction(case, dtype):
     sizes, axes, shape, own, zero = CASES[case]
     mesh = make_mesh(sizes, jax.devices()[: math.prod(sizes)])
-    how = reduction_of(axes, shape, own, mesh, zero)
+    how = reduction_of(ParameterArray(axes, shape, own), mesh, zero)
     # Each device has a gradient of its own: small integers, which bfloat16 adds exactly.
     own_axes = [a for a in AXES if a != MODEL]
     lead = [mesh.shape[a] for a in own_axes]
@@ -129,7 +134,7 @@ def test_reduction(case, dtype):
 @pytest.mark.parametrize("counts, expected", [(False, 4096), (True, 4104)])
 def test_counts_are_not_rounded(counts, expected):
     mesh = make_mesh((1, 8, 1, 1, 1, 1))
-    how = reduction_of((None,), (16,), 0, mesh, 1, counts=counts)
+    how = reduction_of(ParameterArray((None,), (16,), counts=counts), mesh, 1)
     with jax.set_mesh(mesh):
         body = lambda g: reduce(g, how, jnp.dtype("bfloat16"))
         run = jax.shard_map(

@@ -65,6 +65,43 @@ def test_results_are_those_of_each_alone():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
 
 
+def traced(fn, x_rows: int = ROWS) -> interleave.TracedOp:
+    """A layer's forward as equations without values, for one device of two."""
+    w, x = jnp.zeros((2, WIDTH, WIDTH)), jnp.zeros((x_rows, WIDTH))
+    jaxpr = jax.make_jaxpr(lambda w, x: fn(w, x, None), axis_env=[(EXPERT, 2)])(w, x).jaxpr
+    return interleave.TracedOp(jaxpr.eqns, {}, jaxpr.invars[1], jaxpr.outvars, tuple)
+
+
+def test_a_plan_has_each_equation_once_and_in_turn():
+    """Without a compiler: pieces alternate, and no equation comes before one whose result it
+    reads."""
+    ops = traced(layer), traced(layer)
+    pieces = interleave.plan_pieces(*ops, holds_first=False)
+    planned: tuple[list, list] = ([], [])
+    for piece in pieces:
+        planned[piece.sender].extend(piece.messages)
+        planned[1 - piece.sender].extend((*piece.products, *piece.rest))
+    for op, equations in zip(ops, planned, strict=True):
+        assert len(equations) == len(op.equations)
+        assert {id(e) for e in equations} == {id(e) for e in op.equations}
+        made = {a for e in op.equations for a in e.outvars}
+        for equation in equations:
+            assert not made & {a for a in equation.invars if not hasattr(a, "val")}
+            made -= set(equation.outvars)
+    # Each op sends twice: rows with their order, then the results of the second product.
+    assert [(piece.sender, len(piece.messages)) for piece in pieces] == [
+        (1, 0),
+        (0, 2),
+        (1, 2),
+        (0, 1),
+        (1, 1),
+        (0, 0),
+    ]
+    waits = [str(piece).partition("waits: ")[2] for piece in pieces]
+    # The last piece has nothing to send: its part waits for nothing more.
+    assert waits == ["-", "start, arrival", *["start, arrival, hold"] * 2, "start", "-"]
+
+
 def _messages(jaxpr) -> list[tuple[bool, set[int]]]:
     """For each message: (it goes between devices that are not neighbours; the earlier messages
     that it needs)."""

@@ -1,5 +1,5 @@
-"""The loss part by part: the same as whole, with its gradients, and never the logits of more than a
-part."""
+"""The loss chunk by chunk: the same as of all tokens at once, with its gradients, and never the
+logits of more than a chunk."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,9 @@ from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.runtime.loss import (
-    VocabularyPart,
+    LossInputs,
+    OutputHead,
+    VocabularyShard,
     loss_and_gradients,
     loss_sum,
     token_losses,
@@ -34,6 +36,10 @@ def head(params, x):
     return jnp.tanh(x + params["bias"]) @ params["table"].T
 
 
+def inputs(x) -> LossInputs:
+    return LossInputs(x, TARGETS, WEIGHTS)
+
+
 def plain(params, x):
     losses = optax.softmax_cross_entropy_with_integer_labels(head(params, x), TARGETS)
     return (losses * WEIGHTS).sum()
@@ -47,14 +53,14 @@ def test_loss_and_gradients(limit):
     value, (dparams, dx) = plain_gradients(PARAMS, X)
     start = jax.tree.map(jnp.ones_like, PARAMS)
     loss, sums, g = jax.jit(
-        lambda x: loss_and_gradients(head, PARAMS, start, x, TARGETS, WEIGHTS, limit)
+        lambda x: loss_and_gradients(OutputHead(head, limit), PARAMS, start, inputs(x))
     )(X)
     np.testing.assert_allclose(loss, value, rtol=1e-6)
     np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
     jax.tree.map(
         lambda got, d: np.testing.assert_allclose(got, d + 1, rtol=1e-5, atol=1e-5), sums, dparams
     )
-    only = jax.jit(lambda x: loss_sum(lambda x: head(PARAMS, x), x, TARGETS, WEIGHTS, limit))(X)
+    only = jax.jit(lambda x: loss_sum(OutputHead(head, limit), PARAMS, inputs(x)))(X)
     np.testing.assert_allclose(only, value, rtol=1e-6)
 
 
@@ -65,7 +71,7 @@ def test_on_a_split_sequence():
         def run(x):
             x = constrain(x, ("batch", "sequence", None))
             return loss_and_gradients(
-                head, PARAMS, jax.tree.map(jnp.zeros_like, PARAMS), x, TARGETS, WEIGHTS, 8
+                OutputHead(head, 8), PARAMS, jax.tree.map(jnp.zeros_like, PARAMS), inputs(x)
             )
 
         loss, _, g = jax.jit(run)(x)
@@ -78,7 +84,7 @@ def test_on_a_split_sequence():
 def test_logits_of_a_part_at_a_time(limit, parts):
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     program = (
-        jax.jit(lambda x: loss_and_gradients(head, PARAMS, zeros, x, TARGETS, WEIGHTS, limit))
+        jax.jit(lambda x: loss_and_gradients(OutputHead(head, limit), PARAMS, zeros, inputs(x)))
         .lower(X)
         .compile()
     )
@@ -122,7 +128,7 @@ def test_parts_of_the_vocabulary():
     padded = np.pad(logits, ((0, 0), (0, 8)), constant_values=-np.inf)
     mesh = make_mesh((1, 1, 4, 1, 1, 1), jax.devices()[:4])
     part = lambda x: token_losses(
-        x, targets, VocabularyPart(jax.lax.axis_index("stage") * 12, ("stage",))
+        x, targets, VocabularyShard(jax.lax.axis_index("stage") * 12, ("stage",))
     )
     with jax.set_mesh(mesh):
         both = jax.shard_map(

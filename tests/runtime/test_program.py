@@ -22,7 +22,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.planner.programs.program import Instruction, Program
-from jaxtrain.runtime import state_plan, tick
+from jaxtrain.runtime import state_plan, tick, tick_ops
 from jaxtrain.runtime.tick_state import ModelTree, Pools, TickState, merged, only
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.slots import SlottedTable
@@ -381,37 +381,37 @@ def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
 
 @pytest.mark.full
 def test_a_copied_pool_is_found(monkeypatch):
-    def forward(self, stack, state, constants, columns, original=tick.Tick._forward):
+    def forward(cell, state, original=tick_ops.forward):
         pool, up = state.pools.activation, state.buffers["up"]
-        changed = lax.fori_loop(0, columns.microbatch, lambda i, x: x.at[i].set(up), pool)
+        changed = lax.fori_loop(0, cell.slots.activation, lambda i, x: x.at[i].set(up), pool)
         # the old pool is read after the loop has updated the new one
         kept = pool[changed.sum().astype(int) % 2]
-        after = original(self, stack, state, constants, columns)
+        after = original(cell, state)
         return dataclasses.replace(after, buffers={"up": after.buffers["up"] + kept})
 
-    monkeypatch.setattr(tick.Tick, "_forward", forward)
+    monkeypatch.setattr(tick_ops, "forward", forward)
     assert large_copies(compile_program(SMALLEST))
 
 
 def test_a_permute_in_an_op_is_found(monkeypatch):
-    def embed(self, state, constants, columns, original=tick.Tick._embed):
+    def embed(self, state, constants, columns, original=tick_ops.EndOps.embed):
         after = original(self, state, constants, columns)
         moved = lax.ppermute(after.pools.activation, STAGE, [(0, 1), (1, 0)])
         return dataclasses.replace(after, pools=Pools(activation=moved))
 
-    monkeypatch.setattr(tick.Tick, "_embed", embed)
+    monkeypatch.setattr(tick_ops.EndOps, "embed", embed)
     assert len(misplaced_permutes(compile_program(SMALLEST))) == 1
 
 
 @pytest.mark.full
 def test_a_reduction_in_the_scan_is_found(monkeypatch):
-    def backward(self, stack, state, constants, columns, original=tick.Tick._weight_gradient):
-        after = original(self, stack, state, constants, columns)
+    def backward(cell, state, original=tick_ops.weight_gradient):
+        after = original(cell, state)
         return dataclasses.replace(
             after, gradients=jax.tree.map(lambda a: lax.psum(a, "data"), after.gradients)
         )
 
-    monkeypatch.setattr(tick.Tick, "_weight_gradient", backward)
+    monkeypatch.setattr(tick_ops, "weight_gradient", backward)
     assert wide_collectives(compile_program(dataclasses.replace(SMALLEST, mesh=(2, 2, 1))))
 
 

@@ -7,9 +7,13 @@ from support import small
 from support.plain_loop import assert_same, gradients, reference
 
 from jaxtrain.runtime import tick
-from jaxtrain.runtime.tick import TickOp
+from jaxtrain.runtime.tick import TickOrder, tick_order
+from jaxtrain.runtime.tick_ops import TickOp
 from jaxtrain.runtime.tick_state import TickState
-from jaxtrain.schedule.columns import TickColumns
+from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.columns import TickColumns, tick_table
+from jaxtrain.schedule.slots import assign_slots
+from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.training.step import make_step
 
 
@@ -43,9 +47,9 @@ def test_loops_of_all_stages_beside_those_of_a_stage(monkeypatch):
     monkeypatch.setattr(tick, "on_tpu", lambda: True)
     groups, run = [], tick.Tick._run_if_busy
 
-    def noted(self, ops, state, columns):
-        groups.append([op.name for op in ops])
-        return run(self, ops, state, columns)
+    def noted(self, names, state, columns):
+        groups.append(list(names))
+        return run(self, names, state, columns)
 
     monkeypatch.setattr(tick.Tick, "_run_if_busy", noted)
     changes = {"pipeline.permute": "early", "pipeline.vocabulary": "parallel"}
@@ -53,7 +57,39 @@ def test_loops_of_all_stages_beside_those_of_a_stage(monkeypatch):
     assert_same(gradients(cfg), reference(cfg, 1))
     before, own, after = groups[:3]
     assert before == ["embed"] and after == ["head", "embed_gradient"]
-    assert {"F0", "B1", "send_up"} <= {name.removesuffix("_result") for name in own}
+    assert {"F0", "K1", "B1"} <= set(own)
+
+
+def order(tpu: bool, schedule: str = "1f1b", repeats: int = 1, **settings) -> TickOrder:
+    table = make_table(TableSpec(schedule, 2, repeats, 4, **settings))
+    return tick_order(tick_table(assign_slots(table)), tpu)
+
+
+def test_the_order_has_the_ops_of_the_table():
+    late = order(False, permute="late", vocabulary="end_stages", remat_full=True)
+    assert late == TickOrder(
+        takes=("take_up_activation", "take_down_gradient"),
+        before=(),
+        between=(
+            *("embed", "F0", "K0", "R0", "B0", "W0"),
+            *("stay_activation_up", "stay_gradient_down"),
+            *("head", "embed_gradient"),
+        ),
+        after=(),
+        always_early=False,
+    )
+
+
+def test_one_place_orders_ops_for_all_platforms():
+    """On TPUs a shared vocabulary's ops are outside of the loop that overlaps with the permute; the
+    order of the ops is the same everywhere."""
+    early = {"permute": "early", "vocabulary": "parallel"}
+    gpu, tpu = order(False, **early), order(True, **early)
+    assert tpu.before == ("embed",) and tpu.after == ("head", "embed_gradient")
+    assert gpu.between == tpu.before + tpu.between + tpu.after and gpu.takes == tpu.takes
+    assert tpu.always_early and gpu.always_early
+    for change in ({"permute": "late"}, {"vocabulary": "end_stages"}):
+        assert order(True, **early | change) == order(False, **early | change)
 
 
 def test_columns_cross_a_scan():

@@ -16,7 +16,7 @@ from jaxtrain.config import kernels, sizes
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import partitioned
 from jaxtrain.parallel.experts import filled_rows, products, transport
-from jaxtrain.runtime import layer_stack
+from jaxtrain.runtime import layer_loops
 from jaxtrain.training.step import make_step
 
 SEVEN = {"model.layers": 7}
@@ -77,7 +77,7 @@ def test_gradients(monkeypatch, name):
 
     config = (CASES | ON_GPUS)[name].config(small.PLAIN_LAYER)
     expected = reference(config, 1)
-    monkeypatch.setattr(layer_stack, "on_nvidia_gpu", lambda: name in ON_GPUS)
+    monkeypatch.setattr(layer_loops, "on_nvidia_gpu", lambda: name in ON_GPUS)
     monkeypatch.setattr(host_memory, "empty_pool", wrong)
     assert_same(gradients(config), expected)
     assert made

@@ -20,7 +20,7 @@ from jaxtrain.schedule.columns import (
     result_buffers,
     tick_table,
 )
-from jaxtrain.schedule.orders import PLACEMENTS
+from jaxtrain.schedule.placement import PLACEMENTS
 from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table import Op, Permute, Table
 from jaxtrain.schedule.table_spec import TableSpec

@@ -23,8 +23,8 @@ from jaxtrain.run.goodput import REDONE, USEFUL
 from jaxtrain.run.wall_clock import Phase
 from jaxtrain.schedule import drawing
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.clocks import Times
-from jaxtrain.schedule.simulate import simulate
+from jaxtrain.schedule.clocks.simulate import simulate
+from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.table import Op
 from jaxtrain.schedule.table_spec import TableSpec
 

@@ -6,14 +6,16 @@ import itertools
 
 import pytest
 
-from jaxtrain.schedule import orders
 from jaxtrain.schedule.by_name import NAMES, check_repeats, make_forward_table, make_table
-from jaxtrain.schedule.clocks import Times
+from jaxtrain.schedule.clocks.simulate import simulate
+from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.files.table_csv import to_csv
-from jaxtrain.schedule.orders import PLACEMENTS, StageTimes, closed_forms
+from jaxtrain.schedule.orders import StageTimes, closed_forms
+from jaxtrain.schedule.orders import stage_orders as orders
 from jaxtrain.schedule.packing import Tasks, pack_into_ticks
-from jaxtrain.schedule.simulate import simulate
-from jaxtrain.schedule.table import Op, TableShape, peak_residuals
+from jaxtrain.schedule.placement import PLACEMENTS
+from jaxtrain.schedule.residuals import peak_residuals
+from jaxtrain.schedule.table import Op, TableShape
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain.schedule.placement import Placement, balanced, cut, spread
+from jaxtrain.schedule.placement import Placement, TimesToBalance, balanced, cut, spread
 
 ALL = [
     Placement(n, s, c)
@@ -126,8 +126,8 @@ def test_balanced_chunks_leave_the_busiest_stage_least():
         chunks = len(stage_of)
         cuts = itertools.product(range(1, layers + 1), repeat=chunks)
         least = min(busiest(sizes) for sizes in cuts if sum(sizes) == layers)
-        sizes = balanced(layers, stage_of, (1,) * chunks, 1.0, first, last)
+        sizes = balanced(layers, stage_of, (1,) * chunks, TimesToBalance(1.0, first, last))
         assert sum(sizes) == layers and min(sizes) >= 1
         assert busiest(sizes) == least
     # the chunks of a stage are even, and none has fewer layers than it must have
-    assert balanced(10, (0, 1, 1, 0), (1, 1, 3, 1), 1.0, 0.0, 0.0) == (3, 2, 3, 2)
+    assert balanced(10, (0, 1, 1, 0), (1, 1, 3, 1), TimesToBalance(1.0, 0.0, 0.0)) == (3, 2, 3, 2)

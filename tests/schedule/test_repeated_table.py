@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.clocks import Times
+from jaxtrain.schedule.clocks.simulate import simulate
+from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.orders import SCHEDULES, StageTimes
 from jaxtrain.schedule.repeated_table import repeated, same_sums
-from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table import Op, Table, TableError
 from jaxtrain.schedule.table_spec import TableSpec

@@ -6,11 +6,15 @@ import itertools
 import pytest
 
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.clocks import Times, coupled, coupled_starts, independent
+from jaxtrain.schedule.cell_grid import from_cells
+from jaxtrain.schedule.clocks.coupled import coupled, coupled_starts
+from jaxtrain.schedule.clocks.independent import independent
+from jaxtrain.schedule.clocks.simulate import simulate
+from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.files.table_csv import read_csv
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats
-from jaxtrain.schedule.simulate import simulate
-from jaxtrain.schedule.table import Op, TableShape, from_cells, peak_residuals
+from jaxtrain.schedule.residuals import peak_residuals
+from jaxtrain.schedule.table import Op, TableShape
 from jaxtrain.schedule.table_spec import TableSpec
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
@@ -254,3 +258,12 @@ def test_overlapped_cells_save_what_the_times_say():
     figures = [simulate(t, Times(overlap=0.3)) for t in (table, apart)]
     assert figures[0].step_time < figures[1].step_time - 1
     assert figures[1].step_time == simulate(apart, Times()).step_time
+
+
+def test_known_times_are_a_setting_up_to_the_last_one():
+    """`pipeline.times` is a list of numbers: 0 stands for a time that is not known before one that
+    is."""
+    known = KnownTimes(3.0, 2.0, 1.0, 0.1, 2.0, 4.0, embedding=0.5)
+    assert known.setting() == (3.0, 2.0, 1.0, 0.1, 2.0, 4.0, 0.0, 0.0, 0.5)
+    assert KnownTimes(3.0, 2.0, 1.0).setting() == (3.0, 2.0, 1.0)
+    assert KnownTimes(*known.setting()).embedding == 0.5 and KnownTimes(3.0, 2.0, 1.0).head is None

@@ -8,7 +8,7 @@ import random
 import numpy as np
 
 from jaxtrain.schedule.by_name import make_forward_table, make_table
-from jaxtrain.schedule.orders import PLACEMENTS
+from jaxtrain.schedule.placement import PLACEMENTS
 from jaxtrain.schedule.slots import assign_slots, colour
 from jaxtrain.schedule.table_spec import TableSpec
 

@@ -2,14 +2,15 @@
 
 import pytest
 
+from jaxtrain.schedule.cell_grid import from_cells
+from jaxtrain.schedule.residuals import peak_residuals
 from jaxtrain.schedule.table import (
     Op,
+    ScheduleError,
     TableError,
     TableShape,
     directions,
-    from_cells,
     local_unit_of,
-    peak_residuals,
     units_of,
     wraps,
 )
@@ -67,3 +68,24 @@ def test_residuals_are_counted_from_f_to_b_or_w():
         ],
     )
     assert peak_residuals(halves) == [1]
+
+
+def test_errors_have_their_parts_as_fields():
+    """A file names its lines in place of ticks, and a flag takes the place of what to use."""
+    error = TableError("F0.1 stands already in {}", 7, 2, ticks=(5,), use="it once")
+    assert str(error) == "tick 7, stage 2: F0.1 stands already in tick 5: use it once"
+    assert (error.rule, error.use, error.ticks) == ("F0.1 stands already in {}", "it once", (5,))
+    assert str(ScheduleError("no table")) == "no table" and ScheduleError("no table").use == ""
+
+
+def test_overlapped_cells_and_the_columns_that_follow():
+    """Two microbatches on one stage: the B of the first shares a cell with the F of the second."""
+    shape = TableShape(name="t", stage_of=(0,), stages=1, microbatches=2)
+    cells = [[(Op.F, 0, 0)], [(Op.F, 0, 1)], [(Op.W, 0, 0)], [(Op.B, 0, 1)], [(Op.W, 0, 1)]]
+    table = from_cells(shape, cells, {(1, 0): (0, 0)})
+    assert table.orders == [
+        [(Op.F, 0, 0), (Op.F, 0, 1), (Op.B, 0, 0), (Op.W, 0, 0), (Op.B, 0, 1), (Op.W, 0, 1)]
+    ]
+    assert table.head.tolist() == table.embed.tolist() == [0, 1, -1, -1, -1]
+    assert table.embed_gradient.tolist() == [-1, 0, -1, 1, -1]
+    check(table)

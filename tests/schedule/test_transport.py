@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.pipeline_tables import grid, random_table
 
-from jaxtrain.schedule.table import Op, Permute, TableError, TableShape, from_cells, message_ways
+from jaxtrain.schedule.cell_grid import from_cells
+from jaxtrain.schedule.table import Op, Permute, TableError, TableShape, message_ways
 from jaxtrain.schedule.transport import NEVER, arrivals, delays, departures, readable_from, waiting
 from jaxtrain.schedule.validator import check
 

@@ -47,7 +47,7 @@ def damage_numbers(step: pathlib.Path, piece: str) -> None:
     state = step / "state"
     value = next(
         v
-        for v in sorted(read_database(epath.Path(state)), key=lambda v: v.key)
+        for v in sorted(read_database(epath.Path(state)).values, key=lambda v: v.key)
         if v.key.startswith(piece) and v.inline is None
     )
     file = state / value.file

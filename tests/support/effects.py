@@ -146,10 +146,9 @@ def others_of(path: str, settings: dict[str, Any]) -> list[Any]:
     """Values that a setting may have in place of its own, three at most. They leave a config that
     works and, resolved, is another one."""
     now, default = values_of(path, settings)
-    metadata = cfg.fields()[path].metadata
-    if metadata["choices"]:
+    if names := cfg.setting_of(cfg.fields()[path]).choices.names:
         single = not isinstance(default, tuple)
-        values = [choice if single else (choice,) for choice in metadata["choices"]]
+        values = [name if single else (name,) for name in names]
     elif isinstance(default, bool):
         values = [False, True]
     elif isinstance(default, int):

@@ -75,7 +75,7 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def laid_out(values: Mapping[str, Any], **changes: Any) -> tuple:
     """(rules, tensors, shapes of the parameters) of a config.json."""
     family, model, _ = read_model(values, "config.json")
-    config = replace(Config(model=model), {"data.sequence_length": 16} | changes).resolve()
+    config = replace(Config(model=model), {"data.sequence_length": 16} | changes).fill()
     shapes = parameter_shapes(config)
     return *family.layout(config.model, values, shapes), shapes
 
@@ -91,7 +91,7 @@ def imported(
     changes: settings by path, such as "mesh.stage"
     """
     family, model, _ = read_model(values, "config.json")
-    config = replace(Config(model=model), PLAIN_LOSS | dict(changes)).resolve()
+    config = replace(Config(model=model), PLAIN_LOSS | dict(changes)).fill()
     shapes = parameter_shapes(config)
     rules, tensors = family.layout(config.model, values, shapes)
     published = weights({tensor.name: tensor.shape for tensor in tensors})

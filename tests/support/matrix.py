@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxtrain.schedule import orders
+from jaxtrain.schedule.orders.stage_orders import B, W
 from support import ROOT
 from support.pipeline_tables import KINDS
 
@@ -121,7 +122,7 @@ def family(schedule: str, repeats: int) -> tuple:
         return (schedule,)
     known = orders.SCHEDULES[schedule]
     cells = itertools.chain(*(itertools.pairwise(stage) for stage in known.order(4, repeats, 8)))
-    puts_off = any(cell[0] == orders.B and after != (orders.W, *cell[1:]) for cell, after in cells)
+    puts_off = any(cell[0] == B and after != (W, *cell[1:]) for cell, after in cells)
     return known.placement, repeats > 1, puts_off
 
 

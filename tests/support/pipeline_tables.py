@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES
+from jaxtrain.schedule.cell_grid import from_cells
+from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.schedule.placement import PLACEMENTS
 from jaxtrain.schedule.table import (
     Cell,
     Op,
@@ -19,7 +21,6 @@ from jaxtrain.schedule.table import (
     Table,
     TableShape,
     directions,
-    from_cells,
     overlapped_b,
 )
 from jaxtrain.schedule.table_spec import TableSpec
@@ -165,7 +166,7 @@ def random_table(source: random.Random, overlapped: float = 0.0) -> Table:
     )
     todo = set(tasks(shape))
     there, done, rows, permutes = {}, set(), [], []
-    b_units, b_microbatches = [], []
+    overlapped_bs = {}  # (tick, stage) → unit and microbatch
     buffer_of = lambda made, op: (made.way, bool(overlapped) and op == Op.B)
     columns = {name: [] for name in ("head", "embed", "embed_gradient")}
     ended = {name: set() for name in columns}
@@ -211,8 +212,7 @@ def random_table(source: random.Random, overlapped: float = 0.0) -> Table:
                     c for c in todo if c.op == Op.B and stage_of[c[1]] == s and fits(c, t)
                 )
                 of_b[s] = source.choice(cells) if cells else None
-        b_units.append([cell.unit if cell else -1 for cell in of_b])
-        b_microbatches.append([cell.microbatch if cell else -1 for cell in of_b])
+        overlapped_bs |= {(t, s): (b.unit, b.microbatch) for s, b in enumerate(of_b) if b}
         for s, cell in (*enumerate(row), *enumerate(of_b)):
             if cell:
                 todo.remove(cell)
@@ -239,9 +239,7 @@ def random_table(source: random.Random, overlapped: float = 0.0) -> Table:
             send(t)
         rows.append(row)
         permutes.append(int(when))
-    arrays = {"b_unit": b_units, "b_microbatch": b_microbatches}
-    arrays = {name: np.array(values, np.int32) for name, values in arrays.items()}
-    return from_cells(shape, rows, permute=permutes, **columns, **arrays)
+    return from_cells(shape, rows, overlapped_bs, permute=permutes, **columns)
 
 
 def expected(table) -> set[tuple]:

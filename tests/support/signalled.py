@@ -20,7 +20,7 @@ from jaxtrain.run import streams
 # Moment → (module, name) of a function that is called then.
 MOMENTS = {
     "imports": ("jaxtrain.devices.startup", "start_jax"),
-    "table": ("jaxtrain.train_command", "make_setup"),
+    "table": ("jaxtrain.prepare", "make_setup"),
     "data": ("jaxtrain.data.tokens", "_tokenize"),
     "tracing": ("jaxtrain.loop", "make_step"),
     "compiling": ("jaxtrain.devices.cluster", "compile_everywhere"),

@@ -13,7 +13,7 @@ from support.plain_loop import STEPS, assert_same, gradients, reference, train
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
-from jaxtrain.runtime import layer_stack
+from jaxtrain.runtime import layer_loops
 
 AXES = ("replica", "data", "stage", "context", "expert", "model")
 KINDS = {
@@ -187,7 +187,7 @@ def test_same_gradients(case):
 )
 def test_gradients_reduced_beside_the_next_layers_products(monkeypatch, layers, remat):
     """As on GPUs, where a layer's gradients wait for the next trip of the loop."""
-    monkeypatch.setattr(layer_stack, "on_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(layer_loops, "on_nvidia_gpu", lambda: True)
     changes = {"model.layers": layers, "parallel.zero": 3, "pipeline.remat": remat}
     cfg = configs.replace(
         Case((1, 4, 1, 1, 1, 1), "dense", 3, SCHEDULES[0], remat, CONTEXTS[0], False).config(

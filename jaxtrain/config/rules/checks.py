@@ -15,15 +15,24 @@ import dataclasses
 import difflib
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, MeshedConfig, StoredConfig
-from jaxtrain.config.rules import mesh_rules, resume, rules
+from jaxtrain.config.groups.setting import Choices
+from jaxtrain.config.rules import mesh_rules, model_rules, resume
+from jaxtrain.config.rules.all_rules import OF_OUR_PRODUCTS, RULES
 from jaxtrain.config.rules.mesh_rules import filled, on_mesh
-from jaxtrain.config.rules.rules import Changes, Rule, Violation, near, values_for
+from jaxtrain.config.rules.rules import (
+    Changes,
+    SettingsRule,
+    Violation,
+    groups_of,
+    near,
+    values_for,
+    violations,
+)
 
 MOST_CONFIGS = 4_000  # looked at, some 50 µs each
 MOST_FIXES = 24  # of a rule
@@ -33,14 +42,6 @@ MOST_COMBINED = 7  # fixes, where no config is known to work
 TRAINED = ("model.", "data.", "optimizer.", "precision.", "train.steps", "train.diloco_inner_steps")
 UNTRAINED = ("model.attention_", "model.loss_chunk", "data.cache", "data.prefetch")
 NAMED = ("data.source", "data.tokenizer", "train.init_from")
-# Rules about the products of this trainer, which bind no other framework.
-OF_OUR_PRODUCTS = (rules.products_are_built, mesh_rules.blocks_divide)
-IS_WITHIN = {
-    "at_least": operator.ge,
-    "above": operator.gt,
-    "at_most": operator.le,
-    "below": operator.lt,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Environment:
     platform: str = ""
     recipe: Config = dataclasses.field(default_factory=Config)
     checkpoint: StoredConfig | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[SettingsRule, ...] = ()
     is_ours: bool = True
 
 
@@ -113,25 +114,19 @@ def _violations(
         if violation := field_violation(path, value, of_recipe):
             yield violation
     yield from mesh_rules.axes_have_sizes(config.mesh)
-    yield from rules.head_size_is_whole(config.model)
+    yield from model_rules.head_size_is_whole(config.model)
     sized = filled(config, environment.devices)
     complete = sized.fill()
-    for rule in (*rules.RULES, *mesh_rules.RULES):
+    for rule in RULES:
         if environment.is_ours or rule not in OF_OUR_PRODUCTS:
-            yield from rules.violations(rule, complete)
+            yield from violations(rule, complete)
     if environment.devices is not None:
         yield from mesh_rules.mesh_uses_devices(sized.mesh, environment.devices)
-    if config.model.attention_kernel == "cudnn" and environment.platform not in ("", "gpu"):
-        path = "model.attention_kernel"
-        yield Violation(
-            path,
-            f"is for NVIDIA GPUs, and the devices here are of platform {environment.platform!r}",
-            [{path: "auto"}],
-        )
+    yield from model_rules.kernel_is_of_platform(config.model, environment.platform)
     if environment.checkpoint:
         yield from resume.violations(complete, environment.checkpoint)
     for rule in environment.rules:
-        yield from rules.violations(rule, complete)
+        yield from violations(rule, complete)
 
 
 def model_violation(config: Config) -> Violation | None:
@@ -141,14 +136,12 @@ def model_violation(config: Config) -> Violation | None:
             violation := field_violation(path, cfg.get(config, path), cfg.fields()[path].default)
         ):
             return violation
-    if violation := next(rules.head_size_is_whole(config.model), None):
+    if violation := next(model_rules.head_size_is_whole(config.model), None):
         return violation
     complete = config.fill()
-    of_models = [rule for rule in rules.RULES if rules.groups_of(rule)[0] == "model"]
-    violations = itertools.chain.from_iterable(
-        rules.violations(rule, complete) for rule in of_models
-    )
-    return next((each for each in violations if each.field.startswith("model.")), None)
+    of_models = (rule for rule in RULES if groups_of(rule)[0] == "model")
+    broken = (violation for rule in of_models for violation in violations(rule, complete))
+    return next((each for each in broken if each.field.startswith("model.")), None)
 
 
 # --- a setting on its own -------------------------------------------------------------------------
@@ -156,7 +149,7 @@ def model_violation(config: Config) -> Violation | None:
 
 def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     """The first fault of a value whatever the other settings are: its type, choices and bounds,
-    which stand at its field in settings.py. of_recipe: the recipe's value, tried as a fix."""
+    which stand at its field. of_recipe: the recipe's value, tried as a fix."""
     field = cfg.fields()[path]
     usual = [of_recipe, field.default]
     try:
@@ -166,44 +159,44 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
         return Violation(path, error.rule, [*error.fixes, *others])
     if isinstance(value, str) and "\0" in value:  # recipes may have one, and no path can
         return Violation(path, "holds a NUL character", values_for(path, usual))
-    choices = field.metadata["choices"]
-    if choices and isinstance(value, tuple):
+    setting = cfg.setting_of(field)
+    names = setting.choices.names
+    if names and isinstance(value, tuple):
         for name in value:
-            if name not in choices:
-                return _unknown_name(path, value, name, choices)
-    elif choices:
-        return None if cfg.is_choice(path, value) else _wrong_choice(path, value, choices)
+            if name not in names:
+                return _unknown_name(path, value, name, names)
+    elif names:
+        return None if cfg.is_choice(path, value) else _wrong_choice(path, value, setting.choices)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _out_of_bounds(path, value, usual)
     if cfg.item_type(field.type) in (int, float):
-        has_zeros = path in ("pipeline.times", "pipeline.chunk_layers", "model.nope_layers")
-        if all(0 <= v <= cfg.LARGEST_INT and (v or has_zeros) for v in value):
+        if all(v <= cfg.LARGEST_INT and setting.bounds.admit(v) for v in value):
             return None
-        least = "below 0" if has_zeros else "that is not above 0"
+        least = "that is not above 0" if setting.bounds.above == 0 else "below 0"
         rule = f"has a number {least} or above {cfg.LARGEST_INT}"
         return Violation(path, rule, [{path: field.default}])
     if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
-        names = tuple(dict.fromkeys(v for v in value if v))
+        distinct = tuple(dict.fromkeys(v for v in value if v))
         rule = "has an empty or repeated name"
-        return Violation(path, rule, values_for(path, [names, field.default]))
+        return Violation(path, rule, values_for(path, [distinct, field.default]))
     return None
 
 
-def _wrong_choice(path: str, value: Any, choices: tuple) -> Violation:
-    metadata = cfg.fields()[path].metadata
+def _wrong_choice(path: str, value: Any, choices: Choices) -> Violation:
     if not isinstance(value, str):
-        words = [repr(choice) for choice in choices]
+        words = [repr(choice) for choice in choices.names]
         rule = f"is not built: the choices are {', '.join(words[:-1])} or {words[-1]}"
-        return Violation(path, rule, values_for(path, near(value, choices)))
+        return Violation(path, rule, values_for(path, near(value, choices.names)))
     name, colon, _ = value.partition(":")
-    if colon and name in metadata["counted"]:
+    if colon and name in choices.counted:
         rule = f"needs a whole number from 0 to {cfg.LARGEST_INT} behind its colon"
         return Violation(path, rule, values_for(path, [f"{name}:1", name]))
-    if reason := metadata["refused"].get(value):
-        return Violation(path, reason, values_for(path, choices), len(choices))
-    close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.75)
-    show = 1 if close else len(choices)
-    return Violation(path, "is unknown", values_for(path, close or choices), show)
+    names = choices.names
+    if reason := choices.refused.get(value):
+        return Violation(path, reason, values_for(path, names), len(names))
+    close = difflib.get_close_matches(value, names, n=len(names), cutoff=0.75)
+    show = 1 if close else len(names)
+    return Violation(path, "is unknown", values_for(path, close or names), show)
 
 
 def _unknown_name(path: str, value: tuple, name: str, choices: tuple) -> Violation:
@@ -218,7 +211,7 @@ def _unknown_name(path: str, value: tuple, name: str, choices: tuple) -> Violati
 def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | None:
     field = cfg.fields()[path]
     kind: Any = field.type
-    bounds = field.metadata["bounds"]
+    bounds = cfg.setting_of(field).bounds
     if kind is int and abs(value) > cfg.LARGEST_INT:
         values = [*usual, cfg.LARGEST_INT]
         if not path.startswith(("model.", "data.", "mesh.", "pipeline.")):
@@ -226,14 +219,12 @@ def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | Non
         return Violation(path, f"is larger than {cfg.LARGEST_INT}", values_for(path, values))
     if not math.isfinite(value):
         return Violation(path, "is not a finite number", [{path: field.default}])
-    limits = {name: limit for name, limit in bounds.items() if limit is not None}
-    if all(IS_WITHIN[name](value, limit) for name, limit in limits.items()):
+    if bounds.admit(value):
         return None
-    rule = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
-    known = [bounds["at_least"], bounds["at_most"], *usual]
+    known = [bounds.at_least, bounds.at_most, *usual]
     ends = [kind(end) for end in known if isinstance(end, int | float)]
     ends.sort(key=lambda end: abs(end - value))
-    return Violation(path, f"must be {rule}", values_for(path, ends))
+    return Violation(path, f"must be {bounds}", values_for(path, ends))
 
 
 # --- suggestions ----------------------------------------------------------------------------------

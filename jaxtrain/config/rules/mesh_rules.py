@@ -17,14 +17,14 @@ from jaxtrain.config import (
     DataConfig,
     MeshConfig,
     MeshedConfig,
-    ModelConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    ResolvedModel,
     TrainConfig,
 )
 from jaxtrain.config.kernels import QUANTIZED
-from jaxtrain.config.rules.rules import Changes, Rule, Violation, divisors, near, values_for
+from jaxtrain.config.rules.rules import Changes, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.schedule.orders import CSV
 
@@ -210,15 +210,15 @@ def _mesh_fixes(
 # --- rules of what an axis cuts -------------------------------------------------------------------
 
 
-def kv_heads_fit(m: ModelConfig, size: int) -> bool:
-    """True if `size` devices of the model axis split the key/value heads of a resolved model, or
-    share each of them evenly."""
+def kv_heads_fit(m: ResolvedModel, size: int) -> bool:
+    """True if `size` devices of the model axis split the key/value heads, or share each of them
+    evenly."""
     return m.kv_heads % size == 0 or (
         size % m.kv_heads == 0 and m.head_dim % (size // m.kv_heads) == 0
     )
 
 
-def mlp_widths(m: ModelConfig) -> dict[str, int]:
+def mlp_widths(m: ResolvedModel) -> dict[str, int]:
     """Field → the width of each MLP of the model that the model axis splits."""
     names = ["expert_width"] * bool(m.experts) + ["mlp_width"] * (
         not m.experts or m.dense_layers > 0
@@ -226,8 +226,8 @@ def mlp_widths(m: ModelConfig) -> dict[str, int]:
     return {name: getattr(m, name) for name in names}
 
 
-def _context_axis_divides(
-    mesh: MeshConfig, parallel: ParallelConfig, model: ModelConfig, data: DataConfig
+def context_axis_divides(
+    mesh: MeshConfig, parallel: ParallelConfig, model: ResolvedModel, data: DataConfig
 ) -> Iterator[Violation]:
     """The sequence is cut into two chunks for each device of `context`, which `model` splits
     further. Ulysses splits heads over both axes."""
@@ -264,7 +264,7 @@ def _context_axis_divides(
         )
 
 
-def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Violation]:
+def expert_axis_divides(mesh: MeshConfig, model: ResolvedModel) -> Iterator[Violation]:
     size, experts = mesh.expert, model.experts
     if size <= 1:
         return
@@ -284,8 +284,8 @@ def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Viola
         )
 
 
-def _expert_nodes(
-    parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig
+def expert_nodes_divide(
+    parallel: ParallelConfig, mesh: MeshConfig, model: ResolvedModel
 ) -> Iterator[Violation]:
     """A node has several devices of `expert`, and numbers of tokens between nodes are not fixed."""
     path, nodes, size = "parallel.expert_nodes", parallel.expert_nodes, mesh.expert
@@ -310,8 +310,8 @@ def _expert_nodes(
         )
 
 
-def _model_axis_divides(
-    mesh: MeshConfig, model: ModelConfig, data: DataConfig
+def model_axis_divides(
+    mesh: MeshConfig, model: ResolvedModel, data: DataConfig
 ) -> Iterator[Violation]:
     """`model` splits heads, the MLP, and the sequence between the blocks."""
     size = mesh.model
@@ -337,7 +337,7 @@ def _model_axis_divides(
         yield Violation("mesh.model", rule, fixes, show=4)
 
 
-def _products_over_model(
+def products_over_model_are_built(
     parallel: ParallelConfig, mesh: MeshConfig, precision: PrecisionConfig
 ) -> Iterator[Violation]:
     """Products over `model` beside their messages."""
@@ -358,7 +358,7 @@ def _products_over_model(
         )
 
 
-def _reductions(
+def reductions_fit(
     parallel: ParallelConfig, train: TrainConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
     """Gradients over `data`, and the outer steps of independent replicas (DiLoCo)."""
@@ -399,7 +399,7 @@ def _reductions(
         )
 
 
-def _batch_divides(
+def batch_divides(
     data: DataConfig, mesh: MeshConfig, pipeline: PipelineConfig
 ) -> Iterator[Violation]:
     batch, micro = data.batch_size, pipeline.microbatches
@@ -435,7 +435,7 @@ def blocks_divide(
     precision: PrecisionConfig,
     parallel: ParallelConfig,
     mesh: MeshConfig,
-    model: ModelConfig,
+    model: ResolvedModel,
     data: DataConfig,
 ) -> Iterator[Violation]:
     """A block of numbers with one scale lies on one device, along each dimension that products
@@ -469,15 +469,3 @@ def blocks_divide(
             ],
             show=4,
         )
-
-
-RULES: tuple[Rule, ...] = (
-    blocks_divide,
-    _context_axis_divides,
-    _expert_axis_divides,
-    _expert_nodes,
-    _model_axis_divides,
-    _products_over_model,
-    _reductions,
-    _batch_divides,
-)

@@ -2,7 +2,7 @@
 
 A flag may leave a recipe's settings without effect: with `--config.mesh.stage=1` the recipe's
 schedule has none. This must work, and a note says so. A setting that contradicts another one is an
-error of rules.py or mesh_rules.py. Standard library only.
+error of a rule (all_rules.py). Standard library only.
 """
 
 import dataclasses
@@ -11,13 +11,21 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, MeshedConfig, ends_with_layers, sources
+from jaxtrain.config import (
+    Config,
+    MeshedConfig,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    ends_with_layers,
+    sources,
+)
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.learning_rates import READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules.mesh_rules import AXES
-from jaxtrain.config.rules.rules import OF_EXPERTS
+from jaxtrain.config.rules.model_rules import OF_EXPERTS
 from jaxtrain.config.saved_values import MLP_OUT, ON_HOST, names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.schedule.files.order_csv import is_order_file
@@ -374,25 +382,31 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
         subject = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         verb = "have" if len(names) > 1 else "has"
         notes.append(cfg.one_line(f"{subject} {verb} no use {reason}"))
-    return [*notes, *_more_layers_than_there_are(config), *_names_without_use(config)]
+    return [
+        *notes,
+        *_more_layers_than_there_are(config.pipeline, config.model, config.mesh.stage),
+        *_names_without_use(config.pipeline, config.parallel),
+    ]
 
 
-def _names_without_use(config: Config) -> Iterator[str]:
+def _names_without_use(pipeline: PipelineConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Lines about names in `pipeline.save`."""
-    save, offload = config.pipeline.save, config.parallel.offload
+    save = pipeline.save
     if MLP_OUT in names_of(save):
         yield f"pipeline.save={MLP_OUT} saves nothing: no backward reads it"
-    if names_on_host(save) and config.parallel.offload_to("activations") == "host":
-        yield f"{ON_HOST} in pipeline.save has no use with parallel.offload={offload}"
+    if names_on_host(save) and parallel.offload_to("activations") == "host":
+        yield f"{ON_HOST} in pipeline.save has no use with parallel.offload={parallel.offload}"
 
 
-def _more_layers_than_there_are(config: Config) -> list[str]:
+def _more_layers_than_there_are(
+    pipeline: PipelineConfig, model: ModelConfig, stages: int
+) -> list[str]:
     """Lines about `pipeline.remat` that counts more layers than any unit has, and
     `pipeline.layers_per_op` that cuts no chunk."""
-    pipeline, chunks = config.pipeline, _chunk_layers(config)
+    chunks = _chunk_layers(pipeline, model, stages)
     if chunks is None:
         return []
-    several = config.mesh.stage > 1
+    several = stages > 1
     remat, most = remat_of(pipeline.remat), max(chunks)
     unit = max(cut(chunks, pipeline.layers_per_op)[1]) if several else most
     notes = []
@@ -408,12 +422,14 @@ def _more_layers_than_there_are(config: Config) -> list[str]:
     return notes
 
 
-def _chunk_layers(config: Config) -> Sequence[int] | None:
+def _chunk_layers(
+    pipeline: PipelineConfig, model: ModelConfig, stages: int
+) -> Sequence[int] | None:
     """The layers of chunks, the largest among them; None where times decide."""
-    pipeline, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
+    layers = model.layers
     if stages == 1:
         return (layers,)
-    is_balanced = ends_with_layers(config.model) and not pipeline.chunk_layers
+    is_balanced = ends_with_layers(model) and not pipeline.chunk_layers
     if is_balanced or pipeline.layer_costs or pipeline.schedule.startswith(CSV):
         return None
     repeats = pipeline.repeats or max(default_repeats(pipeline.schedule), 1)

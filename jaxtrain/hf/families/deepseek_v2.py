@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.hf.entries import (
     DenseLayers,
     Fixed,
@@ -34,7 +34,7 @@ class Groups(TableEntry):
         groups, limit = fields.integer("n_group", None), fields.integer("topk_group", None)
         return {"router_groups": groups, "router_group_limit": limit}
 
-    def write(self, model: ModelConfig, length: int) -> Settings:
+    def write(self, model: ResolvedModel, length: int) -> Settings:
         if model.router_groups == 1:
             return {"topk_method": GREEDY, "n_group": 1, "topk_group": 1}
         groups = {"n_group": model.router_groups, "topk_group": model.router_group_limit}

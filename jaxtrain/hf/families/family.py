@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ModelConfig, ResolvedModel
 from jaxtrain.hf.entries import (
     Fixed,
     Integer,
@@ -27,7 +27,7 @@ COUNTERS = ("mlp/router/load", "mlp/router/dropped")
 ROTARY_BUFFER = "rotary_emb.inv_freq"  # in files of older versions
 EMBEDDING, HEAD = "embed/table", "lm_head.weight"  # stored array, published tensor
 
-Rules = Callable[[ModelConfig, Mapping[str, Any]], Iterator[TensorRule]]
+Rules = Callable[[ResolvedModel, Mapping[str, Any]], Iterator[TensorRule]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Family:
     model_type, architecture: as in config.json
     models:  published ones, for people
     table:   the fields of config.json in the model, both ways, in the order in which they are read
-    rules:   (resolved model, config.json) → the rules of all tensors
+    rules:   (model, config.json) → the rules of all tensors
     aliases: other name of a field → its name in the table (transformers' `attribute_map`)
     prefix:  before the names of all tensors but the output matrix; files of older versions lack it
     dropped: the ends of names of tensors that hold no parameters
@@ -59,8 +59,8 @@ class Family:
             settings |= entry.read(fields, settings)
         return settings
 
-    def write(self, model: ModelConfig, length: int) -> Settings:
-        """The config.json of a resolved model, whose longest sequence has `length` tokens."""
+    def write(self, model: ResolvedModel, length: int) -> Settings:
+        """The config.json of a model, whose longest sequence has `length` tokens."""
         values: Settings = {}
         for entry in self.table:
             values |= entry.write(model, length)
@@ -73,11 +73,11 @@ class Family:
 
     def layout(
         self,
-        model: ModelConfig,
+        model: ResolvedModel,
         config: Mapping[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> tuple[list[TensorRule], list[PublishedTensor]]:
-        """The rules and the tensors of a resolved model with this config.json.
+        """The rules and the tensors of a model with this config.json.
 
         shapes: stored array → shape, of all parameters
         """
@@ -87,7 +87,7 @@ class Family:
         return rules, list(published_tensors(rules, published))
 
     def copies(
-        self, model: ModelConfig, tensors: Sequence[PublishedTensor]
+        self, model: ResolvedModel, tensors: Sequence[PublishedTensor]
     ) -> dict[str, PublishedTensor]:
         """Name of a tensor that a folder may have besides those of `layout` → the one of these that
         has its numbers: the output matrix of tied embeddings, and both tables in prediction
@@ -201,7 +201,7 @@ class ExpertNames:
 
 
 def decoder_rules(
-    model: ModelConfig, config: Mapping[str, Any], names: ExpertNames = ExpertNames()
+    model: ResolvedModel, config: Mapping[str, Any], names: ExpertNames = ExpertNames()
 ) -> Iterator[TensorRule]:
     """The rules of a decoder as Llama is published, with any kind of attention and MLP that the
     model has."""
@@ -225,7 +225,7 @@ def decoder_rules(
 
 
 def _layer(
-    model: ModelConfig,
+    model: ResolvedModel,
     interleaved: bool,
     experts: ExpertNames | None,
     tensors: str,
@@ -256,7 +256,7 @@ def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iter
 
 
 def _grouped_attention(
-    model: ModelConfig, tensors: str, arrays: str, index: tuple[int, ...]
+    model: ResolvedModel, tensors: str, arrays: str, index: tuple[int, ...]
 ) -> Iterator[TensorRule]:
     """Rules of query, key, value and output matrices. Both sides rotate halves of a head."""
     for name, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
@@ -268,7 +268,7 @@ def _grouped_attention(
 
 
 def _latent_attention(
-    model: ModelConfig, interleaved: bool, tensors: str, arrays: str, index: tuple[int, ...]
+    model: ResolvedModel, interleaved: bool, tensors: str, arrays: str, index: tuple[int, ...]
 ) -> Iterator[TensorRule]:
     """Rules of an attention through latents. Its rotated columns are pairs if `interleaved`, and
     halves in a checkpoint."""
@@ -310,7 +310,7 @@ def _halves(size: int, interleaved: bool) -> np.ndarray:
 
 
 def _mlp(
-    model: ModelConfig, tensors: str, arrays: str, index: tuple[int, ...]
+    model: ResolvedModel, tensors: str, arrays: str, index: tuple[int, ...]
 ) -> Iterator[TensorRule]:
     for part in ("gate", "up", "down"):
         bias = "mlp" in model.biases
@@ -318,7 +318,7 @@ def _mlp(
 
 
 def _experts(
-    model: ModelConfig, names: ExpertNames, tensors: str, arrays: str, index: tuple[int, ...]
+    model: ResolvedModel, names: ExpertNames, tensors: str, arrays: str, index: tuple[int, ...]
 ) -> Iterator[TensorRule]:
     """Rules of a layer's router, of its experts, and of those that all tokens use."""
     module = f"{tensors}.{names.module}"

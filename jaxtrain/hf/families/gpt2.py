@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.hf.entries import (
     Fixed,
     Integer,
@@ -20,7 +20,7 @@ from jaxtrain.hf.families.family import COMMON, Family, layers_of
 from jaxtrain.hf.tensor_rules import TensorRule
 
 
-def _gpt2_rules(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[TensorRule]:
+def _gpt2_rules(model: ResolvedModel, config: Mapping[str, Any]) -> Iterator[TensorRule]:
     """GPT-2's matrices are [in, out], and its queries, keys and values one matrix."""
     both = ({"weight": "scale", "bias": "bias"}, {"weight": "weight", "bias": "bias"})
     yield TensorRule("transformer.wte.weight", "embed/table")

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.hf.entries import Biases, Fixed, Integer, RotaryPositions, Switch, TableEntry, Window
 from jaxtrain.hf.families.family import (
     NORMALIZED,
@@ -38,7 +38,7 @@ class SparseLayers(TableEntry):
             )
         return {"layers": len(sparse), "dense_layers": sparse[0]}
 
-    def write(self, model: ModelConfig, length: int) -> Settings:
+    def write(self, model: ResolvedModel, length: int) -> Settings:
         return {
             "num_hidden_layers": model.dense_layers + model.layers,
             "mlp_only_layers": list(range(model.dense_layers)),

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, TableEntry, Window
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 from jaxtrain.hf.fields import Fields
@@ -31,7 +31,7 @@ class NopeLayers(TableEntry):
             )
         return {"nope_layers": tuple(n for n in range(layers) if not rotates[n])}
 
-    def write(self, model: ModelConfig, length: int) -> Settings:
+    def write(self, model: ResolvedModel, length: int) -> Settings:
         return {"no_rope_layers": [int(n not in model.nope_layers) for n in range(model.layers)]}
 
     sources = {"nope_layers": "no_rope_layers"}

@@ -6,7 +6,8 @@ one block of scores at a time and carries the softmax's largest score and sum al
 (algorithm 2, with its formulas in parallel/attention/flash.py) computes the scores once more, and
 sums the gradients. Statistics and sums are float32, matmuls have the arrays' type. The loop is a
 `while`, not a scan, so that runtime/backward_split.py does not cut it: it is one equation in the
-forward and one in the backward.
+forward and one in the backward. Begin with `output_and_lse`; `gradients` has the same form, and
+`_BlockPairs` the shapes of both.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
 of queries and keys, V of values; in blocks I of queries and J of keys: X tokens of a block, R rows
@@ -20,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import MASKED, Kernel, delta
+from jaxtrain.parallel.attention.flash import MASKED, Inputs, Kernel, Residuals, delta
 
 # of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
 LEAST_KEYS = 1024
@@ -47,15 +47,19 @@ def is_long(batch_heads: int, chunk: int, keys: int) -> bool:
     return keys >= LEAST_KEYS and block_size(batch_heads, chunk, keys) < chunk
 
 
-class _Blocks:
-    """Arrays cut into blocks; blocks of queries and of keys have one size."""
+class _BlockPairs:
+    """Arrays cut into blocks, and the pairs of a block of queries and a block of keys that a loop
+    goes over. Blocks of queries and of keys have one size."""
 
-    def __init__(self, q, k, sight: Sight, segments):
+    def __init__(self, inputs: Inputs):
+        q, k, _, sight, segments = inputs
         self.batch, self.tokens, self.heads, self.head_dim = q.shape
         self.groups = k.shape[2]
         full_chunks = jnp.asarray(sight.full_chunks, jnp.int32)
         chunk = self.tokens // len(full_chunks)
         self.size = block_size(self.batch * self.heads, chunk, k.shape[1])
+        # A chunk of queries meets each of the n² pairs of blocks of a chunk that it sees in full,
+        # and the pairs on and below the diagonal of its own.
         n = chunk // self.size
         self.steps = sight.pairs * n * n + (
             n * (n + 1) // 2 * len(full_chunks) if sight.diagonal else 0
@@ -63,6 +67,9 @@ class _Blocks:
         on_diagonal = jnp.arange(1, chunk + 1) if sight.diagonal else jnp.zeros(chunk, jnp.int32)
         # the number of keys, from the lowest on, that a query sees
         self.limit_IX = (full_chunks[:, None] * chunk + on_diagonal).reshape(-1, self.size)
+        # Blocks of keys for each block of queries: its last query sees most. Step s is the pair
+        # (_of_queries[s], _of_keys[s]), one block of queries after the other, so that the softmax's
+        # running sums are of one block at a time.
         counts = -(-self.limit_IX[:, -1] // self.size)
         self._of_queries = jnp.repeat(
             jnp.arange(len(counts)), counts, total_repeat_length=self.steps
@@ -127,13 +134,11 @@ class _Blocks:
         return lax.while_loop(lambda state: state[0] < self.steps, body, (0, carry))[1]
 
 
-def output_and_lse(
-    q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32
-) -> tuple[jax.Array, jax.Array]:
+def output_and_lse(inputs: Inputs, dtype) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] of `dtype`, and log-sum-exp of the scores, float32 [B, T, N], about −1e30
     for a query that sees nothing."""
-    blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
-    q, k, v = blocks.queries(q_BTNH), blocks.keys(k_BSKH), blocks.keys(v_BSKV)
+    blocks = _BlockPairs(inputs)
+    q, k, v = blocks.queries(inputs.q), blocks.keys(inputs.k), blocks.keys(inputs.v)
     blocks_shape, block = q.shape[:4], q.shape[1:4]
     begin = jnp.zeros((*block, v.shape[-1])), jnp.full(block, MASKED), jnp.zeros(block)
 
@@ -143,6 +148,8 @@ def output_and_lse(
             jnp.where(begins, start, previous)
             for start, previous in zip(begin, running, strict=True)
         )
+        # The online softmax: sums so far are relative to the highest score so far, and shrink when
+        # a block has a higher one.
         scores = blocks.scores(q[i], k[j], i, j)
         highest = jnp.maximum(top, scores.max(-1))
         powers, shrink = jnp.exp(scores - highest[..., None]), jnp.exp(top - highest)
@@ -151,6 +158,8 @@ def output_and_lse(
             "bkrx,bkxv->bkrv", powers.astype(v.dtype), v[j], preferred_element_type=jnp.float32
         )
         sums = sums * shrink[..., None] + update
+        # Every step writes its block of queries, and the last one leaves the result: no step needs
+        # a conditional.
         return (
             sums,
             highest,
@@ -166,24 +175,13 @@ def output_and_lse(
     return blocks.from_queries(out), blocks.from_queries(lse)
 
 
-def gradients(
-    q_BTNH,
-    k_BSKH,
-    v_BSKV,
-    g_BTNV,
-    out_BTNV,
-    lse_BTN,
-    sight: Sight,
-    segments=None,
-    dtype=jnp.float32,
-):
-    """Gradients of queries, of `dtype`, and of keys and values, float32. Output and `lse` may be
-    those of more keys than these."""
-    blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
+def gradients(residuals: Residuals, g_BTNV, dtype):
+    """Gradients of queries, of `dtype`, and of keys and values, float32."""
+    inputs, blocks = residuals.inputs, _BlockPairs(residuals.inputs)
     q, g, lse, inner = (
-        blocks.queries(a) for a in (q_BTNH, g_BTNV, lse_BTN, delta(g_BTNV, out_BTNV))
+        blocks.queries(a) for a in (inputs.q, g_BTNV, residuals.lse, delta(g_BTNV, residuals.out))
     )
-    k, v = blocks.keys(k_BSKH), blocks.keys(v_BSKV)
+    k, v = blocks.keys(inputs.k), blocks.keys(inputs.v)
     product = lambda subscripts, a, b: jnp.einsum(
         subscripts, a, b, preferred_element_type=jnp.float32
     )
@@ -197,6 +195,8 @@ def gradients(
             * blocks.head_dim**-0.5
         )
         weights, by_scores = weights.astype(g.dtype), by_scores.astype(q.dtype)
+        # The steps of a block of queries follow each other, so dQ's sum is one block. A block of
+        # keys comes back with each block of queries, so the sums of dK and dV are entire arrays.
         dq_block = jnp.where(begins, 0.0, dq_block) + product("bkrx,bkxh->bkrh", by_scores, k[j])
         dk = dk.at[j].add(product("bkrx,bkrh->bkxh", by_scores, q[i]))
         dv = dv.at[j].add(product("bkrx,bkrv->bkxv", weights, g[i]))

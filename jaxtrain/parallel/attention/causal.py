@@ -5,9 +5,11 @@ unsplit sequence goes to the kernel as it is; one that is split over `context` g
 keys, by exchanging tokens for heads (ulysses) or around a ring (parallel/attention/context.py).
 `attend` is attention in plain XLA that computes all scores, for short sequences and for a cache.
 
-Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension.
+Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension,
+R the query heads of a key/value head × tokens.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -47,16 +49,15 @@ def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> j
 
 
 def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
-    """`attend` by cuDNN, which adds the mask to the scores as numbers.
-
-    jax's function wants keys and values of one size: the smaller ones are padded with zeros, which
-    change no score, and the padding of the result is cut off.
-    """
+    """`attend` by cuDNN, which adds the mask to the scores as numbers."""
+    # jax's function wants keys and values of one size: the smaller ones are padded with zeros,
+    # which change no score, and the padding of the result is cut off.
     (size, of_values), scale = (q_BTNH.shape[-1], v_BSKH.shape[-1]), q_BTNH.shape[-1] ** -0.5
 
     def filled(a):
         missing = max(size, of_values) - a.shape[-1]
-        # an array of its own, even where nothing is added: the backward would save it
+        # Nothing is padded where nothing is missing: pad makes a new array, which the backward
+        # would save besides the other.
         return jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else a
 
     def kernel(q, k, v, m):
@@ -76,11 +77,9 @@ def causal_blocks(tokens: int) -> int:
 
 
 def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
-    """`attend` without the result's sharding.
-
-    `jax.nn.dot_product_attention` would have the heads of a group as a fifth dimension, and
-    transposes for it: 5 % of a training step on CPU (benchmarks/README.md).
-    """
+    """`attend` without the result's sharding."""
+    # `jax.nn.dot_product_attention` would have the heads of a group as a fifth dimension, and
+    # transposes for it: 5 % of a training step on CPU (benchmarks/README.md).
     t, s = q_BTNH.shape[1], k_BSKH.shape[1]
     if mask is not None and not mask_is_causal:
         return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask)
@@ -95,12 +94,10 @@ def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = 
 
 
 def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
-    """Attention of one block of queries. The softmax is in float32; its sum divides the product
-    with the values, which has fewer columns than the scores. The query heads that share keys are
-    rows of one matmul."""
+    """Attention of one block of queries, with a softmax in float32."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
-    # rows R: group, token
+    # The query heads that share keys are rows of one matmul, which reads the keys once.
     q_BKRH = (
         q_BTNH.reshape(b, t, k, n // k, h).transpose(0, 2, 3, 1, 4).reshape(b, k, n // k * t, h)
     )
@@ -110,42 +107,56 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     scores = jnp.where(mask[:, :, None], scores.reshape(b, k, n // k, t, s), -1e30).reshape(
         scores.shape
     )
+    # The softmax does not change with what is subtracted, so the maximum has no gradient.
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     out_BKRH = jnp.einsum(
         "bkrs,bskh->bkrh", weights.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
     )
+    # The sum divides the product and not the weights: the output has fewer columns than the scores.
     out_BKRH = (out_BKRH / weights.sum(-1, keepdims=True)).astype(v_BSKH.dtype)
     return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """The settings of a config that choose how attention is computed.
+
+    context:  parallel.context, the collectives for sequences that `context` splits
+    kernel:   model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
+              program is traced for
+    backward: model.attention_backward
+    """
+
+    context: str = "all_gather"
+    kernel: str = "auto"
+    backward: str = "auto"
+
+
 @functools.partial(jax.named_call, name=SCOPE)
 def attend_causal(
-    q, k, v, segments_BT, way: str, requested: str, backward: str = "auto"
+    q, k, v, segments_BT, settings: AttentionSettings = AttentionSettings()
 ) -> jax.Array:
     """Causal self-attention of complete sequences → [B, T, N, H of v], also where `context` splits
     them. q, k, v [B, T, heads, size of a head] are of this device's tokens.
 
     segments_BT: int32, the document of each token, which sees no token of another document; None: a
         sequence is one document
-    way:       parallel.context, the collectives for sequences that `context` splits
-    requested: model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
-        program is traced for
-    backward:  model.attention_backward
     """
-    parts = context.size()
-    in_pieces = parts > 1 and way != "ulysses"
+    parts, way = context.size(), settings.context
+    # By ulysses a device has complete sequences, of some heads; else two chunks of each.
+    in_chunks = parts > 1 and way != "ulysses"
     case = AttentionCase(
         target_device(),
         bits=8 * q.dtype.itemsize,
         key_size=q.shape[-1],
         value_size=v.shape[-1],
-        queries=q.shape[1] // 2 if in_pieces else q.shape[1] * parts,
+        queries=q.shape[1] // 2 if in_chunks else q.shape[1] * parts,
         keys=q.shape[1] * parts,
         documents=segments_BT is not None,
-        context=way if in_pieces else "",
+        context=way if in_chunks else "",
     )
-    chosen = attention_kernel(case, requested).kernel
-    kernel = _flash_kernel(chosen, q.shape, case, backward)
+    chosen = attention_kernel(case, settings.kernel).kernel
+    kernel = _flash_kernel(chosen, q.shape, case, settings.backward)
     unsplit = functools.partial(_attend_unsplit, kernel, chosen)
     if parts == 1:
         return unsplit(q, k, v, segments_BT)
@@ -190,7 +201,7 @@ def attend_cached(q, k, v, start, requested: str) -> jax.Array:
 
 
 def _attend_unsplit(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:
-    """Causal attention over sequences that lie on one device unsplit."""
+    """Causal attention over complete sequences, all tokens of which are on one device."""
     if kernel:
         return constrain(
             flash.attend(

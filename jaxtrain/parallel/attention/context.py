@@ -12,6 +12,8 @@ Everything but attention is local to a token. There are three ways to attend:
                 heads, and another one returns the results (Jacobs et al. 2023)
     ring        keys and values pass from device to device in a ring (parallel/attention/ring.py)
 
+Begin with `Sight` and one of the functions `attend_by_…`.
+
 Inside the runtime's manual region these functions take a device's tokens. With one device along
 `context`, and outside of the region, sequences are not split and the functions return what they
 get.
@@ -63,6 +65,7 @@ def size() -> int:
 
 def zigzag(x: jax.Array, parts: int) -> jax.Array:
     """[…, T] in the order of the text → in the order of the devices."""
+    # Device i has chunks i and 2c − 1 − i: of four devices 0 7 | 1 6 | 2 5 | 3 4.
     order = np.stack([np.arange(parts), 2 * parts - 1 - np.arange(parts)], 1).reshape(-1)
     return x.reshape(*x.shape[:-1], 2 * parts, -1)[..., order, :].reshape(x.shape)
 
@@ -79,6 +82,7 @@ def positions(tokens: int) -> jax.Array:
 
 def in_text_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
     """Unsplit sequences in the order of the devices → in the order of the text."""
+    # 0 7 1 6 2 5 3 4: the even ones in order, then the odd ones from the last on.
     chunks = jnp.split(x, 2 * parts, dim)
     return jnp.concatenate([*chunks[0::2], *reversed(chunks[1::2])], dim)
 
@@ -107,6 +111,8 @@ def _gathered(x: jax.Array) -> jax.Array:
 
 def _all_keys(k, v, segments):
     """Keys, values and segments of the unsplit sequence, in the order of the text."""
+    # The backward gathers them once more. Their gradients are reduce-scattered by the transpose of
+    # the all-gather, so that each device gets those of its own keys.
     k, v = (by_heads(_gathered, (a,)) for a in (k, v))
     return k, v, None if segments is None else (segments, _gathered(segments))
 
@@ -122,6 +128,8 @@ def attend_by_gather(attend: Callable, q, k, v, segments):
 def attend_by_halves(attend: Callable, q, k, v, segments) -> jax.Array:
     """`attend_by_gather` for attend(q, k, v, mask). Each chunk of queries is attended to on its
     own, the lower one with the keys that it sees on any device."""
+    # The lower chunk of a device is in the lower half of the sequence on every device, so half of
+    # the keys will do, a number that is the same in every device's program.
     t, query_positions = q.shape[1], positions(q.shape[1])
     k, v, documents = _all_keys(k, v, segments)
     out = []
@@ -137,6 +145,9 @@ def attend_by_halves(attend: Callable, q, k, v, segments) -> jax.Array:
 
 def attend_by_heads(attend: Callable, q, k, v, segments) -> jax.Array:
     """attend(q, k, v, segments) over unsplit sequences of a part of the heads."""
+    # An all-to-all splits the heads and joins the tokens: a device sends each of its numbers to one
+    # other, where an all-gather sends them to all. Its results are in the order of the devices, and
+    # causal kernels want that of the text.
     parts = size()
     to_heads = lambda a: in_text_order(lax.all_to_all(a, CONTEXT, 2, 1, tiled=True), parts)
     to_tokens = lambda a: lax.all_to_all(_in_device_order(a, parts), CONTEXT, 1, 2, tiled=True)

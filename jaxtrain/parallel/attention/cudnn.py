@@ -38,8 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import Kernel
+from jaxtrain.parallel.attention.flash import Inputs, Kernel, Residuals
 
 DOCUMENTS = 8  # of a sequence, on average, in a call
 # Parameters of the primitives: no dropout, no bias, and no score modifier of jax 0.12.
@@ -181,17 +180,18 @@ def _of_one_size(segments, *arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
-def _forward(q_BTNH, k_BTKH, v_BTKV, sight: Sight, segments=None, dtype=jnp.float32):
-    """sight: of whole sequences."""
-    q, k, v = _of_one_size(segments, q_BTNH, k_BTKH, v_BTKV)
-    scale = q_BTNH.shape[-1] ** -0.5
+def _forward(inputs: Inputs, dtype):
+    """Kernel.forward, for complete sequences under a causal mask alone."""
+    segments = inputs.segments
+    q, k, v = _of_one_size(segments, *inputs[:3])
+    scale = inputs.q.shape[-1] ** -0.5
 
     def call(documents: _Documents | None) -> tuple:
         operands, parameters = _operands(q, k, documents)
         out, statistics = cudnn._dot_product_attention_fwd_p.bind(
             q, k, v, *operands, **parameters, scale=scale, is_training=True
         )
-        out = out[..., : v_BTKV.shape[-1]].astype(dtype)
+        out = out[..., : inputs.v.shape[-1]].astype(dtype)
         if documents is None:
             return out, statistics.swapaxes(1, 2)
         return out, statistics.at[documents.document_BT, :, documents.position_BT].get(
@@ -200,7 +200,7 @@ def _forward(q_BTNH, k_BTKH, v_BTKV, sight: Sight, segments=None, dtype=jnp.floa
 
     if segments is None:
         return call(None)
-    shape = (*q_BTNH.shape[:3], v_BTKV.shape[-1])
+    shape = (*inputs.q.shape[:3], inputs.v.shape[-1])
     return _in_calls(
         segments[0],
         call,
@@ -208,22 +208,14 @@ def _forward(q_BTNH, k_BTKH, v_BTKV, sight: Sight, segments=None, dtype=jnp.floa
     )
 
 
-def _backward(
-    q_BTNH,
-    k_BTKH,
-    v_BTKV,
-    g_BTNV,
-    out_BTNV,
-    lse_BTN,
-    sight: Sight,
-    segments=None,
-    dtype=jnp.float32,
-):
-    inputs = q_BTNH, k_BTKH, v_BTKV
+def _backward(residuals: Residuals, g_BTNV, dtype):
+    """Kernel.backward, all gradients of `dtype`."""
+    (*arrays, _, segments), out_BTNV, lse_BTN = residuals
+    input_dtype, scale = arrays[0].dtype, arrays[0].shape[-1] ** -0.5
+    # cuDNN wants all operands of one type; the gradient may come in another.
     q, k, v, g, out = _of_one_size(
-        segments, *inputs, g_BTNV.astype(q_BTNH.dtype), out_BTNV.astype(q_BTNH.dtype)
+        segments, *arrays, g_BTNV.astype(input_dtype), out_BTNV.astype(input_dtype)
     )
-    scale = q_BTNH.shape[-1] ** -0.5
 
     def call(documents: _Documents | None) -> tuple:
         operands, parameters = _operands(q, k, documents)
@@ -237,12 +229,12 @@ def _backward(
             q, k, v, *operands, statistics, out, g, **parameters, scale=scale
         )
         return tuple(
-            d[..., : a.shape[-1]].astype(dtype) for d, a in zip(gradients, inputs, strict=True)
+            d[..., : a.shape[-1]].astype(dtype) for d, a in zip(gradients, arrays, strict=True)
         )
 
     if segments is None:
         return call(None)
-    return _in_calls(segments[0], call, [jax.ShapeDtypeStruct(a.shape, dtype) for a in inputs])
+    return _in_calls(segments[0], call, [jax.ShapeDtypeStruct(a.shape, dtype) for a in arrays])
 
 
 KERNEL = Kernel(_forward, _backward)

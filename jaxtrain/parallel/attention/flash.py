@@ -1,8 +1,8 @@
 """Attention that never has all scores in memory: the interface of its kernels, and its gradient.
 
-A kernel returns the output and the log-sum-exp (lse) of each query's scores. The backward needs
-nothing else of the forward. With delta = Σ gradient · output of each query, it computes the scores
-once more, a block at a time (FlashAttention-2, Dao 2023, algorithm 2),
+Begin with `Kernel`. A kernel returns the output and the log-sum-exp (lse) of each query's scores.
+The backward needs nothing else of the forward. With delta = Σ gradient · output of each query, it
+computes the scores once more, a block at a time (FlashAttention-2, Dao 2023, algorithm 2),
 
     P = exp(S − lse)    dV = Pᵀ dO    dS = P ∘ (dO Vᵀ − delta)    dQ = dS K    dK = dSᵀ Q
 
@@ -16,6 +16,7 @@ of queries and keys, V of values.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,25 +27,56 @@ from jaxtrain.parallel.attention.context import Sight
 from jaxtrain.parallel.attention.heads import HEADS, row_major, row_major_part
 
 MASKED = -1e30  # the log-sum-exp of a query that sees nothing
-LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
+
+
+class Inputs(NamedTuple):
+    """The arrays of attention, of a device's own heads.
+
+    q, k, v:  [B, T, N, H], [B, S, K, H] and [B, S, K, V]
+    sight:    the keys that queries see
+    segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): the document of each
+              token; a query sees keys of its own document alone
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    sight: Sight
+    segments: tuple[jax.Array, jax.Array] | None = None
+
+
+class Residuals(NamedTuple):
+    """The arrays that the backward reads, besides the gradient of the output.
+
+    out: [B, T, N, V]
+    lse: float32, the log-sum-exp of each query's scores, [B, T, N]
+
+    Output and lse may be those of more keys than the inputs': the formulas above hold for any part
+    of the keys, which lets a ring go through them part by part.
+    """
+
+    inputs: Inputs
+    out: jax.Array
+    lse: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Attention to some of the keys, on a device's own heads.
+    """Attention of a device's queries to keys that it has.
 
-    forward: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], sight, segments, dtype) → output [B,
-        T, N, V] of `dtype`, lse float32 [B, T, N]; 0 and MASKED for a query that sees nothing.
-    backward: (q, k, v, gradient of the output [B, T, N, V], output, lse, sight, segments, dtype) →
-        gradients of q, of `dtype`, and of k and v. Output and lse may be those of more keys than
-        these.
-
-    sight: the keys that queries see (context.Sight). segments: None, or int32 ([B, T] of the
-    queries, [B, S] of the keys): a query sees its own segment alone.
+    forward:  (inputs, dtype) → output [B, T, N, V] of `dtype`, lse float32 [B, T, N]; 0 and MASKED
+              for a query that sees nothing
+    backward: (residuals, gradient of the output [B, T, N, V], dtype) → gradients of q, of `dtype`,
+              and of k and v, float32 or of `dtype`
     """
 
     forward: Callable
     backward: Callable
+
+
+# splits over `model`: heads are on different devices, sight and segments the same on all
+SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P()))
+LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
 
 
 def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:
@@ -59,32 +91,30 @@ def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) 
 
 
 def _attend(kernel, q, k, v, sight, segments):
-    """The log-sum-exp goes to the backward as [B, N, T], the order in which TPU's and GPU's kernels
-    write and read it: in another one entire pools would be transposed in every tick, and, where
-    they lie on the host, moved to the device and back (seen in programs compiled ahead of time)."""
+    """The output, and Residuals with the log-sum-exp as [B, N, T]: the order in which TPU's and
+    GPU's kernels write and read it. In another one entire pools would be transposed in every tick,
+    and, where they lie on the host, moved to the device and back (seen in programs compiled ahead
+    of time)."""
 
-    def run(*arguments):
-        out, lse_BTN = kernel.forward(*arguments, dtype=v.dtype)
+    def run(inputs: Inputs):
+        out, lse_BTN = kernel.forward(inputs, inputs.v.dtype)
         return out, row_major_part(jnp.moveaxis(lse_BTN, 2, 1))
 
-    out, lse_BNT = over_model(run, (HEADS, HEADS, HEADS, P(), P()), (HEADS, LSE))(
-        q, k, v, sight, segments
-    )
+    inputs = Inputs(q, k, v, sight, segments)
+    out, lse_BNT = over_model(run, (SPLITS,), (HEADS, LSE))(inputs)
+    # Without this XLA lays the output out by heads, and transposes it for the next product.
     out = row_major(out)
-    return out, (q, k, v, sight, segments, out, lse_BNT)
+    return out, Residuals(inputs, out, lse_BNT)
 
 
 def _attend_backward(kernel, residuals, g):
-    q, k, v, sight, segments, out, lse_BNT = residuals
+    def run(residuals: Residuals, g):
+        lse_BTN = jnp.moveaxis(row_major_part(residuals.lse), 1, 2)
+        return kernel.backward(residuals._replace(lse=lse_BTN), g, residuals.inputs.q.dtype)
 
-    def run(q, k, v, g, out, lse_BNT, *seen):
-        lse_BTN = jnp.moveaxis(row_major_part(lse_BNT), 1, 2)
-        return kernel.backward(q, k, v, g, out, lse_BTN, *seen, dtype=q.dtype)
-
-    by_inputs = over_model(run, (*(HEADS,) * 5, LSE, P(), P()), HEADS)(
-        q, k, v, g, out, lse_BNT, sight, segments
-    )
-    return *(d.astype(a.dtype) for d, a in zip(by_inputs, (q, k, v), strict=True)), None, None
+    gradients = over_model(run, (Residuals._make((SPLITS, HEADS, LSE)), HEADS), HEADS)(residuals, g)
+    arrays = residuals.inputs[:3]  # q, k, v; sight and segments have no gradients
+    return *(d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True)), None, None
 
 
 attend.defvjp(_attend, _attend_backward)

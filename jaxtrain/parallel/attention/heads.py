@@ -1,5 +1,13 @@
 """Attention's functions that the partitioner cannot split, such as kernels, run on each device's
-own heads; and arrays with a fixed layout in memory."""
+own heads (`by_heads`); and arrays with a fixed layout in memory (`row_major`, and on TPUs
+`heads_first`).
+
+A layout is fixed where an array is read in another op, or another tick, than it is written in. XLA
+chooses the layout that suits the writer. A slot of a pool has one layout, so the array is then
+transposed in every tick.
+
+Shape suffixes: B batch, T tokens, N heads, H head dimension, X tokens of the batch.
+"""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +30,8 @@ from jaxtrain.devices.mesh import (
 )
 
 HEADS = P(None, None, MODEL)
-# names of what crosses from op to op in this order in memory, and not in the one before: to B, to W
+# names of arrays that are saved from op to op in this order in memory, and not in the one before:
+# of those that B reads, and those that W reads
 KEPT_BY_HEADS, KEPT_BY_TOKENS = "kept_by_heads", "kept_by_tokens"
 
 
@@ -37,8 +46,9 @@ def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
 
 def on_each_device(fn: Callable, arrays: tuple, same: tuple = ()):
     """`by_heads` for code outside of the runtime's manual region, where the partitioner has all
-    axes: fn runs on each device's own sequences (dimension 0) and heads. XLA's TPU compiler refuses
-    a kernel that the partitioner would have to split, even along axes of one device."""
+    axes: fn runs on each device's own sequences (dimension 0) and heads."""
+    # XLA's TPU compiler refuses a kernel that the partitioner would have to split, even along axes
+    # of one device.
     if jax.sharding.get_abstract_mesh().empty:
         return fn(*arrays, *same)
     split = P(BATCH_AXES, None, MODEL)
@@ -54,17 +64,17 @@ def over_heads(
     [B, T or S, heads, head dimension] whose heads are split over `model`.
 
     mask: bool [B or 1, 1, T, S], the same for all heads, or None
-
-    With one device along `model` it does so, too: all axes of the runtime are then manual, so a
-    kernel with a partitioning rule (cuDNN's attention) is lowered without the partitioner.
     """
+    # With one device along `model` it does so, too: all axes of the runtime are then manual, so a
+    # kernel with a partitioning rule (cuDNN's attention) is lowered without the partitioner.
     return by_heads(kernel, (q, k, v), (mask,))
 
 
 def as_written(x: jax.Array) -> jax.Array:
     """The value x of a slot, laid out in memory in the order of its dimensions, unless the
-    partitioner splits it. Without this, sums over tokens would read it column by column, and XLA's
-    GPU compiler would transpose the entire pool for them in every tick."""
+    partitioner splits it."""
+    # Without this, sums over tokens would read it column by column, and XLA's GPU compiler would
+    # transpose the entire pool for them in every tick.
     return x if partitioned() else row_major_part(x)
 
 
@@ -85,11 +95,11 @@ def row_major(x: jax.Array, split: P = HEADS) -> jax.Array:
     """Returns x. It and its gradient lie in memory in the order of their dimensions.
 
     split: the PartitionSpec of x over `model`
-
-    Without this, XLA lays out attention's results by heads. An array that outlives its op, such as
-    a gradient that waits for W, then gets another layout where it is read, and is transposed in
-    every tick (seen in programs compiled ahead of time for GPU and TPU).
     """
+    # Without this, XLA lays out attention's results by heads. An array that outlives its op, such
+    # as a gradient that waits for W, then gets another layout where it is read, and is transposed
+    # in every tick (seen in programs compiled ahead of time for GPU and TPU). A custom_vjp, since
+    # jax's gradient of a layout constraint constrains nothing.
     return _row_major(x, split)
 
 
@@ -103,6 +113,8 @@ SUBLANES = 8  # rows of a tile of a TPU's memory
 
 def _by_heads(x_BTNH: jax.Array) -> jax.Array:
     """[B, T, N, H], tokens first in memory → the same heads first, by moves of tiles alone."""
+    # A TPU stores an array in tiles of SUBLANES rows. Cut at tiles, the transpose moves entire
+    # tiles and changes nothing inside one.
     b, t, n, h = x_BTNH.shape
     tiles = _in_tiles(x_BTNH.reshape(b, t // SUBLANES, SUBLANES, n, h))
     x_NBTH = row_major_part(jnp.moveaxis(tiles, 3, 0).reshape(n, b, t, h))
@@ -138,9 +150,10 @@ def orders_by_heads() -> bool:
 
 
 def kept_by_heads(x_BTNH: jax.Array) -> jax.Array:
-    """Returns x of `heads_first`. Where it outlives its op, it crosses as an array whose dimensions
-    have the order of its memory: with another order in memory than that of their slots entire pools
-    would be transposed in every tick (seen in programs compiled ahead of time)."""
+    """Returns x of `heads_first`. Where it outlives its op, the saved array's dimensions have the
+    order of its memory."""
+    # With another order in memory than that of their slots entire pools would be transposed in
+    # every tick (seen in programs compiled ahead of time).
     b, t, n, h = x_BTNH.shape
     x_NXH = checkpoint_name(jnp.moveaxis(x_BTNH, 2, 0).reshape(n, b * t, h), KEPT_BY_HEADS)
     return jnp.moveaxis(x_NXH.reshape(n, b, t, h), 0, 2)

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT, MODEL
 from jaxtrain.devices.sharding import shards
 from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import Kernel
+from jaxtrain.parallel.attention.flash import Inputs, Kernel
 from jaxtrain.parallel.attention.heads import on_each_device
 
 SLOT = "slot"  # the logical axis of a cache's slots
@@ -47,13 +47,15 @@ def write(layer: jax.Array, tokens: jax.Array, start: jax.Array) -> jax.Array:
 
     def device_part(layer, tokens, start):
         slots, count = layer.shape[1], tokens.shape[1]
-        first, width = _window(slots, count, start)
-        slot = lax.axis_index(CONTEXT) * slots + first + jnp.arange(width)
-        old = lax.dynamic_slice_in_dim(layer, first, width, 1)
+        lowest, width = _window(slots, count, start)
+        slot = lax.axis_index(CONTEXT) * slots + lowest + jnp.arange(width)
+        # The window of a device that has only some of the slots, or none, holds others, too: these
+        # are written back as they are.
+        old = lax.dynamic_slice_in_dim(layer, lowest, width, 1)
         new = jnp.take(tokens, slot - start, 1, mode="clip")
         is_token = (slot >= start) & (slot < start + count)
         is_token = is_token.reshape(-1, *(1,) * (layer.ndim - 2))
-        return lax.dynamic_update_slice_in_dim(layer, jnp.where(is_token, new, old), first, 1)
+        return lax.dynamic_update_slice_in_dim(layer, jnp.where(is_token, new, old), lowest, 1)
 
     return _on_own_slots(device_part, P(None, CONTEXT), (layer,), tokens, start)
 
@@ -65,10 +67,10 @@ def put_back(
     `layer` [B, S, …], whose other slots are those of the cache. Only these are written: an array
     that a loop carries is updated in place, not copied layer by layer."""
 
-    def copied(cache, layer, index, first, width):
-        window = lax.dynamic_slice_in_dim(layer, first, width, 1)[None]
-        place = (index, 0, first, *(0,) * (cache.ndim - 3))
-        return lax.dynamic_update_slice(cache, window, place)
+    def copied(cache, layer, index, lowest, width):
+        window = lax.dynamic_slice_in_dim(layer, lowest, width, 1)[None]
+        position = (index, 0, lowest, *(0,) * (cache.ndim - 3))
+        return lax.dynamic_update_slice(cache, window, position)
 
     if shards(SLOT) == 1:
         return copied(cache, layer, index, start, count)
@@ -81,8 +83,10 @@ def put_back(
 
 
 def _window(slots: int, count: int, start: jax.Array) -> tuple[jax.Array, int]:
-    """(first, width): slots of this device, of its `slots`, among which are all its own of the
+    """(lowest, width): a range of this device's `slots` that has all of them that are among the
     `count` slots from `start` on. The width is the same on all devices."""
+    # A slice needs a size that is known when the program is compiled: the largest that any device
+    # can need.
     width = min(slots, count)
     begin = start - lax.axis_index(CONTEXT) * slots  # may lie before or after this device's slots
     return jnp.clip(begin, 0, slots - width), width
@@ -105,14 +109,15 @@ def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, start) -> jax.Array
     start = jnp.asarray(start, jnp.int32)
     if shards(SLOT) == 1:
         attend = lambda q, k, v, start: kernel.forward(
-            q, k, v, Sight((0,), start=start), dtype=v.dtype
+            Inputs(q, k, v, Sight((0,), start=start)), v.dtype
         )[0]
         return on_each_device(attend, (q_BTNH, k_BSKH, v_BSKV), (start,))
 
     def device_part(q, k, v, start):
         # A device whose slots no query sees yet has a negative start, and a weight of 0.
         sight = Sight((0,), start=start - lax.axis_index(CONTEXT) * k.shape[1])
-        out_BTNV, lse_BTN = kernel.forward(q, k, v, sight, dtype=jnp.float32)
+        # float32: the outputs of all devices are weighed and summed before they are rounded
+        out_BTNV, lse_BTN = kernel.forward(Inputs(q, k, v, sight), jnp.float32)
         weight_BTN = jnp.exp(lse_BTN - lax.pmax(lse_BTN, CONTEXT))
         out_BTNV = lax.psum(out_BTNV * weight_BTN[..., None], CONTEXT)
         return (out_BTNV / lax.psum(weight_BTN, CONTEXT)[..., None]).astype(v.dtype)

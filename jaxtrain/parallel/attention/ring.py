@@ -10,7 +10,10 @@ has the keys of device r,
 so every device computes two of the four pairs of chunks in every step, and nothing that is masked.
 The outputs of the steps are merged by log-sum-exp. The next keys are sent while the present ones
 are used. In the backward the gradients of keys and values follow them one step behind, in float32.
-A device saves only its own keys for the backward.
+A device saves only its own keys for the backward. Begin with `_forward` and `_around`.
+
+Shapes: q, k, v, out [B, T, heads, size of a head], lse [B, T, heads], segments [B, T], all of one
+device's tokens.
 
 With one stage the arrays are sent by permutes. With several only some stages run an op, and in
 XLA's CPU backend a permute waits for all devices of the program (docs/traps.md). A ragged
@@ -20,6 +23,7 @@ stage. The CPU backend has none: there a plain all-to-all sends zeros to the oth
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +31,11 @@ from jax import lax
 
 from jaxtrain.devices.mesh import CONTEXT, STAGE, manual_size, on_cpu
 from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import Kernel
+from jaxtrain.parallel.attention.flash import Inputs, Kernel, Residuals
 from jaxtrain.parallel.attention.heads import by_heads
 
+# of a device's own keys: each chunk of queries sees its own chunk of keys up to the diagonal, and
+# the upper one also the lower chunk in full
 OWN = Sight((0, 1), 1)
 
 
@@ -40,35 +46,54 @@ def attend(kernel: Kernel, q, k, v, segments=None) -> jax.Array:
     return _attend(kernel, q, k, v, segments)[0]
 
 
+class _Residuals(NamedTuple):
+    """The arrays of `attend` that its backward reads, on a device's own heads: its queries, keys
+    and values, and the output and log-sum-exp over the keys of all devices."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    out: jax.Array
+    lse: jax.Array
+
+
+class _Keys(NamedTuple):
+    """The keys, values and segments of one device, which go around the ring; or the gradients of
+    its keys and values."""
+
+    k: jax.Array
+    v: jax.Array
+    segments: jax.Array | None = None
+
+
 def _attend(kernel, q, k, v, segments):
     i = lax.axis_index(CONTEXT)
     out, lse = by_heads(functools.partial(_forward, kernel), (q, k, v), (i, segments))
     out = out.astype(v.dtype)
-    return out, (q, k, v, out, lse, segments)
+    return out, (_Residuals(q, k, v, out, lse), segments)
 
 
-def _attend_backward(kernel, residuals, g):
-    *arrays, segments = residuals
-    gradients = by_heads(
-        functools.partial(_backward, kernel), (*arrays, g), (lax.axis_index(CONTEXT), segments)
-    )
-    return *(d.astype(a.dtype) for d, a in zip(gradients, arrays[:3], strict=True)), None
+def _attend_backward(kernel, saved, g):
+    residuals, segments = saved
+    backward = functools.partial(_backward, kernel)
+    gradients = by_heads(backward, (residuals, g), (lax.axis_index(CONTEXT), segments))
+    return *(d.astype(a.dtype) for d, a in zip(gradients, residuals[:3], strict=True)), None
 
 
 attend.defvjp(_attend, _attend_backward)
 
 
-def _next(held: tuple) -> tuple:
-    """What the device before holds: keys, values (or the gradients of both), and perhaps segments.
+def _next(keys: _Keys) -> _Keys:
+    """The arrays of the device before.
 
     With several stages keys and values are one message: TPUs have one ragged all-to-all under way
-    at a time, so only one of two would stand beside attention's kernel.
+    at a time, so only one of two would overlap with attention's kernel.
     """
     if manual_size(STAGE) == 1:
-        return jax.tree.map(_permuted, held)
-    k, v, *segments = held
-    both = _exchanged(jnp.concatenate([k, v], -1))
-    return *jnp.split(both, [k.shape[-1]], -1), *jax.tree.map(_exchanged, segments)
+        return jax.tree.map(_permuted, keys)
+    both = _exchanged(jnp.concatenate([keys.k, keys.v], -1))
+    k, v = jnp.split(both, [keys.k.shape[-1]], -1)
+    return _Keys(k, v, jax.tree.map(_exchanged, keys.segments))
 
 
 def _permuted(a: jax.Array) -> jax.Array:
@@ -78,7 +103,8 @@ def _permuted(a: jax.Array) -> jax.Array:
 
 
 def _exchanged(a: jax.Array) -> jax.Array:
-    """The device before's array, by an all-to-all among the devices of `context` alone."""
+    """The device before's array, by an all-to-all among the devices of `context` alone. Stages that
+    run other ops do not take part, as they would have to in a permute."""
     c, i = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
     after, before = (i + 1) % c, (i - 1) % c
     if on_cpu():
@@ -93,55 +119,72 @@ def _exchanged(a: jax.Array) -> jax.Array:
 
 
 def _sight(i, step) -> Sight:
-    """The sight of the keys that device i holds after `step` steps, at least 1."""
+    """The keys that the queries of device i see of those that it has after `step` steps, at least
+    1: those of device i − step, or, where that is negative, of c + i − step."""
     return Sight(jnp.where(step <= i, jnp.array([1, 1]), jnp.array([0, 2])), 2, diagonal=False)
 
 
-def _round(held, start: Callable, following: Callable):
-    """start(held), then result = following(step, result, held) with the arrays of every other
-    device; the next arrays are sent meanwhile."""
+def _around(keys: _Keys, attend_own: Callable, attend_others: Callable):
+    """The result after all devices' keys: attend_own(keys) of this device's, then result =
+    attend_others(step, result, keys) with those of every other device."""
     c = lax.axis_size(CONTEXT)
-    coming, result = _next(held), start(held)
+    # The next keys are asked for before the present ones are used, so that XLA can overlap the
+    # message with attention.
+    arriving, result = _next(keys), attend_own(keys)
 
     def step(n, carry):
-        result, held = carry
-        coming = _next(held)
-        return following(n, result, held), coming
+        result, keys = carry
+        arriving = _next(keys)
+        return attend_others(n, result, keys), arriving
 
-    result, held = lax.fori_loop(1, c - 1, step, (result, coming))
-    return following(c - 1, result, held)
+    result, keys = lax.fori_loop(1, c - 1, step, (result, arriving))
+    return attend_others(c - 1, result, keys)  # outside of the loop: nothing more is sent
+
+
+def _inputs(q, keys: _Keys, sight: Sight, segments) -> Inputs:
+    """The kernel's inputs for this device's queries, of `segments`, and one device's keys."""
+    pair: Any = None if segments is None else (segments, keys.segments)
+    return Inputs(q, keys.k, keys.v, sight, pair)
 
 
 def _forward(kernel: Kernel, q, k, v, i, segments):
-    """Output and log-sum-exp, float32."""
+    """Output [B, T, N, V] and log-sum-exp [B, T, N], float32. i: this device's index"""
 
-    def some(sight, k, v, of_keys):
-        return kernel.forward(q, k, v, sight, None if segments is None else (segments, of_keys))
+    # In float32, since the outputs of all steps are added up before they are rounded.
+    def attend_to(sight: Sight, keys: _Keys):
+        return kernel.forward(_inputs(q, keys, sight, segments), jnp.float32)
 
-    def merge(n, merged, held):
-        (out, lse), (step_out, step_lse) = merged, some(_sight(i, n), *held)
+    def merge(n, merged, keys: _Keys):
+        (out, lse), (step_out, step_lse) = merged, attend_to(_sight(i, n), keys)
+        # An output is a mean of values by weights whose sum is exp(lse), so two outputs are
+        # averaged by their shares of both sums.
         total = jnp.logaddexp(lse, step_lse)
-        return out * jnp.exp(lse - total)[..., None] + step_out * jnp.exp(step_lse - total)[
-            ..., None
-        ], total
+        share, step_share = jnp.exp(lse - total), jnp.exp(step_lse - total)
+        return out * share[..., None] + step_out * step_share[..., None], total
 
-    return _round((k, v, segments), lambda held: some(OWN, *held), merge)
+    return _around(_Keys(k, v, segments), functools.partial(attend_to, OWN), merge)
 
 
-def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
+def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments):
     """Gradients of queries, keys and values: float32, or keys' and values' in their own types."""
+    q, k, v, out, lse = residuals
 
-    def some(sight, k, v, of_keys):
-        dq, dk, dv = kernel.backward(
-            q, k, v, g, out, lse, sight, None if segments is None else (segments, of_keys)
-        )
-        return dq, (dk, dv)
+    def gradients(sight: Sight, keys: _Keys):
+        inputs = _inputs(q, keys, sight, segments)
+        dq, dk, dv = kernel.backward(Residuals(inputs, out, lse), g, jnp.float32)
+        return dq, _Keys(dk, dv)
 
-    def add(n, sums, held):
-        arrived = sums[0], _next(sums[1])  # of the keys that this device now holds
-        return jax.tree.map(jnp.add, arrived, some(_sight(i, n), *held))
+    def add(n, sums, keys: _Keys):
+        # The sums of the keys' gradients follow the keys: those of the device before are of the
+        # keys that have just come from there.
+        dq, by_keys = sums
+        return jax.tree.map(jnp.add, (dq, _next(by_keys)), gradients(_sight(i, n), keys))
 
-    dq, of_keys = _round((k, v, segments), lambda held: some(OWN, *held), add)
-    if manual_size(STAGE) > 1:  # complete sums go home in fewer bytes
-        of_keys = tuple(d.astype(a.dtype) for d, a in zip(of_keys, (k, v), strict=True))
-    return dq, *_next(of_keys)
+    own = functools.partial(gradients, OWN)
+    dq, by_keys = _around(_Keys(k, v, segments), own, add)
+    if manual_size(STAGE) > 1:
+        # Complete sums need no more bits than the gradients that are returned, and take half of
+        # the message's bytes.
+        by_keys = jax.tree.map(lambda d, a: d.astype(a.dtype), by_keys, _Keys(k, v))
+    dk, dv, _ = _next(by_keys)  # one more step, and they are at the device that has the keys
+    return dq, dk, dv

@@ -34,8 +34,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from jaxtrain.config.splash_backward import FUSED, MOST, STEP, block_size, splash_backward
 from jaxtrain.parallel.attention import splash_fused
-from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import MASKED, Kernel, delta
+from jaxtrain.parallel.attention.flash import MASKED, Inputs, Kernel, Residuals, delta
 
 LANES = STEP  # numbers in a row of a TPU's registers: blocks are multiples of it
 
@@ -51,13 +50,14 @@ def _sees(last_key: jax.Array, key: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class _BlockPairs:
     """The pairs of blocks of queries and of keys that are computed.
 
     queries, keys: tokens of a block
     last_T:        the last key that a query sees, −1 for none
     run_BXY:       whether a block of queries meets a block of keys
     key_tokens:    keys of a sequence
+    segments:      as of flash.Inputs
     """
 
     queries: int
@@ -65,6 +65,7 @@ class _Blocks:
     last_T: jax.Array
     run_BXY: jax.Array
     key_tokens: int
+    segments: tuple[jax.Array, jax.Array] | None
 
     @property
     def _starts_B(self) -> jax.Array:
@@ -75,7 +76,7 @@ class _Blocks:
         """int32 [B · T]: the last key that a query sees, counted through the batch."""
         return (self._starts_B[:, None] * self.key_tokens + self.last_T).reshape(-1)
 
-    def of_queries(self) -> mask_info.MaskInfo:
+    def by_queries(self) -> mask_info.MaskInfo:
         """For kernels that go through the keys for a block of queries: steps [1, B · X, Y]."""
         b, x, y = self.run_BXY.shape
         following, lowest = _next_of(
@@ -87,7 +88,7 @@ class _Blocks:
             self.run_BXY.reshape(b * x, y), jnp.where(following < 0, after, following), b * y
         )
 
-    def of_keys(self) -> mask_info.MaskInfo:
+    def by_keys(self) -> mask_info.MaskInfo:
         """For the kernel that goes through the queries for a block of keys: steps [1, X, B · Y]."""
         b, x, y = self.run_BXY.shape
         run = self.run_BXY.transpose(0, 2, 1).reshape(b * y, x)
@@ -95,11 +96,14 @@ class _Blocks:
         # the same for the next head
         return self._info(run.T, jnp.where(following < 0, lowest[:, None], following).T, b * x)
 
-    def of_some_keys(self, start: int, end: int) -> "_Blocks":
+    def with_keys(self, start: int, end: int) -> "_BlockPairs":
         """The pairs with keys from `start` to `end`, multiples of a block."""
-        run_BXY = self.run_BXY[:, :, start // self.keys : end // self.keys]
         return dataclasses.replace(
-            self, last_T=self.last_T - start, run_BXY=run_BXY, key_tokens=end - start
+            self,
+            last_T=self.last_T - start,
+            run_BXY=self.run_BXY[:, :, start // self.keys : end // self.keys],
+            key_tokens=end - start,
+            segments=self.segments and (self.segments[0], self.segments[1][:, start:end]),
         )
 
     def _info(self, run, following, blocks: int) -> mask_info.MaskInfo:
@@ -120,7 +124,9 @@ def _next_of(run: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(at < steps, at + start[:, None], -1), start + jnp.minimum(at[:, 0], steps - 1)
 
 
-def _blocks(q, k, sight: Sight, segments, most_queries: int, most_keys: int) -> _Blocks:
+def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPairs:
+    """The pairs for blocks of at most so many queries and keys."""
+    q, k, _, sight, segments = inputs
     tokens, keys, full_chunks = q.shape[1], k.shape[1], jnp.asarray(sight.full_chunks, jnp.int32)
     chunk = tokens // len(full_chunks)
     by_query = jnp.arange(chunk, dtype=jnp.int32) if sight.diagonal else jnp.full(chunk, -1)
@@ -134,9 +140,11 @@ def _blocks(q, k, sight: Sight, segments, most_queries: int, most_keys: int) -> 
         of_queries, of_keys = (
             a.reshape(len(q), -1, size) for a, size in zip(segments, (x, y), strict=True)
         )
+        # Documents are numbered in the order of the text: blocks whose ranges of numbers do not
+        # overlap share no document.
         earliest = of_queries.min(-1)[:, :, None] <= of_keys.max(-1)[:, None]
         run_BXY &= earliest & (of_queries.max(-1)[:, :, None] >= of_keys.min(-1)[:, None])
-    return _Blocks(x, y, last_T, run_BXY, keys)
+    return _BlockPairs(x, y, last_T, run_BXY, keys, segments)
 
 
 def _to_kernel(a_BTNH: jax.Array) -> jax.Array:
@@ -168,17 +176,17 @@ COMMON: dict[str, Any] = {
 LAYOUTS = {f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"}
 
 
-def _forward(
-    q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32, *, interpret: bool
-):
-    blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
+def _forward(inputs: Inputs, dtype, *, interpret: bool):
+    """Kernel.forward."""
+    q, k, v, sight, segments = inputs
+    pairs = _block_pairs(inputs, MOST, MOST)
     sizes = splash.BlockSizes(
-        block_q=blocks.queries, block_kv=blocks.keys, block_kv_compute=block_size(blocks.keys, 512)
+        block_q=pairs.queries, block_kv=pairs.keys, block_kv_compute=block_size(pairs.keys, 512)
     )
     run: Any = splash._splash_attention_forward
     out, (lse,) = run(
-        blocks.of_queries(),
-        *map(_to_kernel, (_scaled(q_BTNH), k_BSKH, v_BSKV)),
+        pairs.by_queries(),
+        *map(_to_kernel, (_scaled(q), k, v)),
         _segment_ids(segments),
         sinks=None,
         block_sizes=sizes,
@@ -187,88 +195,71 @@ def _forward(
         interpret=interpret,
         **COMMON,
     )
-    out, lse = (_from_kernel(a, len(q_BTNH)) for a in (out, lse))
+    out, lse = (_from_kernel(a, len(q)) for a in (out, lse))
     if sight.diagonal and sight.start is None:  # every query sees its own key at least
         return out.astype(dtype), lse
-    sees_any = lse > MASKED  # NaN where no step of the grid ran
+    # Where no step of the grid ran, the kernel has written nothing: memory may hold NaN, which is
+    # not above MASKED either.
+    sees_any = lse > MASKED
     return jnp.where(sees_any[..., None], out, 0).astype(dtype), jnp.where(sees_any, lse, MASKED)
 
 
-def _backward(
-    q_BTNH,
-    k_BSKH,
-    v_BSKV,
-    g_BTNV,
-    out_BTNV,
-    lse_BTN,
-    sight: Sight,
-    segments=None,
-    dtype=jnp.float32,
-    *,
-    wanted: str,
-    interpret: bool,
-):
-    choice = splash_backward(wanted, k_BSKH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3])
-    arrays = (
-        _scaled(q_BTNH),
-        k_BSKH,
-        v_BSKV,
-        g_BTNV.astype(q_BTNH.dtype),
-        lse_BTN,
-        delta(g_BTNV, out_BTNV),
-    )
+def _backward(residuals: Residuals, g_BTNV, dtype, *, wanted: str, interpret: bool):
+    """Kernel.backward; gradients of keys and values are float32 by the fused kernel, or of their
+    own types."""
+    inputs, out, lse = residuals
+    q, k, v, _, _ = inputs
+    choice = splash_backward(wanted, k.shape[1], q.shape[3], v.shape[3])
+    arrays = _scaled(q), k, v, g_BTNV.astype(q.dtype), lse, delta(g_BTNV, out)
     if choice.kernels == FUSED:
-        return _fused(arrays, sight, segments, choice.call_keys, dtype, interpret)
-    dq, dk, dv = _by_two_kernels(arrays, sight, segments, interpret)
-    return (dq.astype(jnp.float32) * q_BTNH.shape[-1] ** -0.5).astype(dtype), dk, dv
+        return _fused(arrays, inputs, choice.call_keys, dtype, interpret)
+    dq, dk, dv = _by_two_kernels(arrays, inputs, interpret)
+    return (dq.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(dtype), dk, dv
 
 
-def _by_two_kernels(arrays, sight: Sight, segments, interpret: bool):
+def _by_two_kernels(arrays, inputs: Inputs, interpret: bool):
     """Gradients of scaled queries, of keys and of values. arrays: scaled q, k, v, the gradient of
     the output [B, T or S, heads, …], lse and delta [B, T, N]"""
-    q_BTNH, k_BSKH, *_ = arrays
     q, k, v, g, lse, inner = map(_to_kernel, arrays)
-    arguments = q, k, v, _segment_ids(segments), None, lse, g, inner
-    blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, 512)
+    arguments = q, k, v, _segment_ids(inputs.segments), None, lse, g, inner
+    pairs = _block_pairs(inputs, MOST, 512)
     common = COMMON | LAYOUTS | {"interpret": interpret}
     dq = splash._splash_attention_bwd_dq(
-        *arguments, bq=blocks.queries, bkv=blocks.keys, mask_info=blocks.of_queries(), **common
+        *arguments, bq=pairs.queries, bkv=pairs.keys, mask_info=pairs.by_queries(), **common
     )
-    blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
+    pairs = _block_pairs(inputs, MOST, MOST)
     _, dk, dv = splash._splash_attention_bwd_dkv(
         *arguments,
-        bq=blocks.queries,
-        bkv=blocks.keys,
-        bkv_compute=block_size(blocks.keys, 512),
-        mask_info=blocks.of_keys(),
+        bq=pairs.queries,
+        bkv=pairs.keys,
+        bkv_compute=block_size(pairs.keys, 512),
+        mask_info=pairs.by_keys(),
         use_fused_bwd_kernel=False,
         **common,
     )
-    return tuple(_from_kernel(a, len(q_BTNH)) for a in (dq, dk, dv))
+    return tuple(_from_kernel(a, len(inputs.q)) for a in (dq, dk, dv))
 
 
-def _fused(arrays, sight: Sight, segments, call_keys: int, dtype, interpret: bool):
+def _fused(arrays, inputs: Inputs, call_keys: int, dtype, interpret: bool):
     """Gradients of queries, of `dtype`, of keys and of values by the fused kernel. arrays: as of
     `_by_two_kernels`; call_keys: the keys of a call"""
-    q_BTNH, k_BSKH, *_ = arrays
-    batch, keys = k_BSKH.shape[:2]
+    batch, keys = inputs.k.shape[:2]
     q, k, v, *others = map(_to_kernel, arrays)
-    blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
+    pairs = _block_pairs(inputs, MOST, MOST)
     dq: Any = None
-    by_keys = []
+    by_call = []  # the gradients of keys and values
     for start in range(0, keys, call_keys):
-        last = start + call_keys == keys
-        dq, *of_keys = splash_fused.gradients(
+        # dQ goes from call to call as a float32 sum; only the last call scales and rounds it.
+        is_last = start + call_keys == keys
+        scale = q.shape[-1] ** -0.5 if is_last else 1.0
+        dq, *by_keys = splash_fused.gradients(
             (q, *(_some_keys(a, batch, start, call_keys) for a in (k, v)), *others),
-            blocks.of_some_keys(start, start + call_keys),
-            segments and (segments[0], segments[1][:, start : start + call_keys]),
-            dq,
-            dtype if last else jnp.float32,
-            q.shape[-1] ** -0.5 if last else 1.0,
+            pairs.with_keys(start, start + call_keys),
+            splash_fused.QuerySum(dq, dtype if is_last else jnp.dtype("float32"), scale),
             interpret,
         )
-        by_keys.append([_from_kernel(a, batch) for a in of_keys])
-    joined = (a[0] if len(a) == 1 else jnp.concatenate(a, 1) for a in zip(*by_keys, strict=True))
+        by_call.append([_from_kernel(a, batch) for a in by_keys])
+    joined = (a[0] if len(a) == 1 else jnp.concatenate(a, 1) for a in zip(*by_call, strict=True))
     return _from_kernel(dq, batch), *joined
 
 

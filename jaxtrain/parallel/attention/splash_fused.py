@@ -16,7 +16,7 @@ of queries and keys, V of values; X, Y blocks of queries, of keys in a sequence.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,29 +107,32 @@ def _kernel(
         pltpu.sync_copy(dv_sum, dv_ref.at[head, at])
 
 
-def gradients(
-    arrays,
-    blocks,
-    segments,
-    before: jax.Array | None,
-    dtype,
-    scale: float,
-    interpret: bool,
-):
-    """Gradients of queries, of `dtype`, and of keys and values, float32, each [heads, tokens, size
-    of a head].
+class QuerySum(NamedTuple):
+    """The sum of the queries' gradients from call to call.
+
+    before: the sum of the calls before, [N, B · T, H], not scaled; None in the first call
+    dtype:  of this call's result
+    scale:  by which this call multiplies its result
+    """
+
+    before: jax.Array | None
+    dtype: jnp.dtype
+    scale: float
+
+
+def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
+    """Gradients of queries, of `query_sum.dtype`, and of keys and values, float32, each [heads,
+    tokens, size of a head].
 
     arrays:   scaled q [N, B · T, H], k [K, B · S, H], v [K, B · S, V], the gradient of the output
               [N, B · T, V], lse and delta [N, B · T]
-    blocks:   the pairs of blocks that are computed (splash.Blocks)
-    segments: int32 ([B, T], [B, S]) or None
-    before:   the gradient of queries by other keys, not scaled, or None
-    scale:    what the sum of the gradients of queries is multiplied with
+    pairs:    the pairs of blocks that are computed (splash._BlockPairs)
     """
     q, k, v, g, lse, delta = arrays
-    batch, x, y = blocks.run_BXY.shape
-    group, bq, bk, keys = len(q) // len(k), blocks.queries, blocks.keys, blocks.key_tokens
-    info = blocks.of_queries()
+    segments, before = pairs.segments, query_sum.before
+    batch, x, y = pairs.run_BXY.shape
+    group, bq, bk, keys = len(q) // len(k), pairs.queries, pairs.keys, pairs.key_tokens
+    info = pairs.by_queries()
     steps = [a[0].reshape(-1).astype(jnp.int32) for a in (info.data_next, info.block_mask)]
 
     of_query = lambda h, b, n, i, j, *_: (h * group + n, b * x + i, 0)
@@ -147,7 +150,7 @@ def gradients(
     if segments is not None:
         of_queries = segments[0].reshape(1, -1)
         of_keys = lax.broadcast_in_dim(segments[1].reshape(-1), (k.shape[1], STEP), (0,))
-    last_key = jnp.tile(blocks.last_T, batch)[None]
+    last_key = jnp.tile(pairs.last_T, batch)[None]
     operands: tuple[Any, ...] = (
         *(q, k, v, g, lse[:, None], delta[:, None]),
         *(last_key, of_queries, of_keys, before),
@@ -161,7 +164,7 @@ def gradients(
     )
     sums = [pltpu.VMEM((n, a.shape[-1]), jnp.float32) for n, a in ((bq, q), (keys, k), (keys, v))]
     return pl.pallas_call(
-        functools.partial(_kernel, rows=block_size(bk, ROWS), scale=scale),
+        functools.partial(_kernel, rows=block_size(bk, ROWS), scale=query_sum.scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(len(k), batch, group, x, y),
@@ -170,7 +173,7 @@ def gradients(
             scratch_shapes=sums,
         ),
         out_shape=(
-            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct(q.shape, query_sum.dtype),
             *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (k, v)),
         ),
         # Each key/value head begins with sums of its own, so a chip's cores may share the heads.

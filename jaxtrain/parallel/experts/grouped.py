@@ -22,6 +22,7 @@ Shape suffixes: R rows, E groups, I input columns, O output columns, X rows of a
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,78 +48,93 @@ def block_rows(rows: int, groups: int, at_most: int = MOST_ROWS, blocks: int = B
     return min(rows, 1 << (most.bit_length() - 1))
 
 
-def _by_group(result: jax.Array, sizes_E: jax.Array, body: Callable) -> jax.Array:
-    """`result` after body(group, its lowest row, the row after its highest, result) of every group,
-    in order."""
-    ends_E = jnp.cumsum(sizes_E)
+class _Blocks(NamedTuple):
+    """The blocks into which groups of sorted rows are cut.
 
-    def step(state):
-        group, result = state
-        end = ends_E[group]
-        return group + 1, body(group, end - sizes_E[group], end, result)
-
-    # With a number of trips that is known, fori_loop is a scan, which the backward split would
-    # unroll.
-    return lax.while_loop(lambda state: state[0] < sizes_E.size, step, (jnp.int32(0), result))[1]
-
-
-def _by_block(begin, end, rows: int, groups: int, size: int, state, body: Callable):
-    """`state` after body(the block's lowest row, bool [X]: the rows that are new, state) of every
-    block of the rows begin … end.
-
-    A block that would reach beyond the last of all `rows` begins earlier; its rows of the block
-    before are not new.
+    sizes_E: the rows of each group
+    rows:    all rows that there is memory for
+    size:    rows of a block
     """
 
-    def step(i, state):
-        begin_new = begin + i * size
-        start = jnp.minimum(begin_new, rows - size)
-        row = start + jnp.arange(size, dtype=jnp.int32)
-        return body(start, (row >= begin_new) & (row < end), state)
+    sizes_E: jax.Array
+    rows: int
+    size: int
 
-    # planner/programs/loops.py reads the loop's number of trips from this name.
-    with jax.named_scope(f"row_blocks_{rows}_{groups}_{size}"):
-        return lax.fori_loop(0, (end - begin + size - 1) // size, step, state)
+    def each_group(self, result: jax.Array, body: Callable) -> jax.Array:
+        """`result` after body(group, its lowest row, the row after its highest, result) of every
+        group, in order."""
+        ends_E = jnp.cumsum(self.sizes_E)
+
+        def step(state):
+            group, result = state
+            end = ends_E[group]
+            return group + 1, body(group, end - self.sizes_E[group], end, result)
+
+        # With a number of trips that is known, fori_loop is a scan, which the backward split would
+        # unroll.
+        return lax.while_loop(
+            lambda state: state[0] < self.sizes_E.size, step, (jnp.int32(0), result)
+        )[1]
+
+    def each_block(self, begin, end, state, body: Callable):
+        """`state` after body(the block's lowest row, bool [X]: the rows that are new, state) of
+        every block of the rows begin … end.
+
+        A block that would reach beyond the last of all rows begins earlier; its rows of the block
+        before are not new.
+        """
+
+        def step(i, state):
+            begin_new = begin + i * self.size
+            start = jnp.minimum(begin_new, self.rows - self.size)
+            row = start + jnp.arange(self.size, dtype=jnp.int32)
+            return body(start, (row >= begin_new) & (row < end), state)
+
+        # planner/programs/loops.py reads the loop's number of trips from this name.
+        with jax.named_scope(f"row_blocks_{self.rows}_{self.sizes_E.size}_{self.size}"):
+            return lax.fori_loop(0, (end - begin + self.size - 1) // self.size, step, state)
 
 
-def _times_matrices(
+def _cut(rows: jax.Array, sizes_E: jax.Array, most_rows: int) -> _Blocks:
+    """The blocks of products with matrices."""
+    blocks = BLOCKS_ON_GPU if most_rows == MOST_ROWS_ON_GPU else BLOCKS
+    return _Blocks(sizes_E, len(rows), block_rows(len(rows), sizes_E.size, most_rows, blocks))
+
+
+def _write_products(
+    out: jax.Array,
     rows_RK: jax.Array,
     weights: jax.Array,
-    sizes_E: jax.Array,
+    blocks: _Blocks,
     contracted: int,
-    most_rows: int,
-    dtype: jnp.dtype | None,
-    fills_empty: bool,
-    onto: jax.Array | None = None,
+    adds: bool = False,
 ) -> jax.Array:
-    """Each row times its group's matrix, contracted over the matrix's dimension `contracted`; added
-    to `onto`, if given."""
-    dtype = dtype or rows_RK.dtype
-    rows, groups = rows_RK.shape[0], weights.shape[0]
-    blocks = BLOCKS_ON_GPU if most_rows == MOST_ROWS_ON_GPU else BLOCKS
-    size = block_rows(rows, groups, most_rows, blocks)
-    preferred = None if dtype == rows_RK.dtype else dtype
+    """`out` with each row's product with its group's matrix, contracted over the matrix's dimension
+    `contracted`. adds: the products are added to the rows of `out`"""
+    preferred = None if out.dtype == rows_RK.dtype else out.dtype
 
     def group(e, begin, end, out):
+        # Read once for all blocks of the group.
         matrix = lax.dynamic_index_in_dim(weights, e, keepdims=False)
 
         def block(start, new_X, out):
-            x_XK = lax.dynamic_slice_in_dim(rows_RK, start, size)
+            x_XK = lax.dynamic_slice_in_dim(rows_RK, start, blocks.size)
             dims = (((1,), (contracted,)), ((), ()))
             y = lax.dot_general(x_XK, matrix, dims, preferred_element_type=preferred)
-            before = lax.dynamic_slice_in_dim(out, start, size)
-            y = y if onto is None else before + y
+            before = lax.dynamic_slice_in_dim(out, start, blocks.size)
+            y = before + y if adds else y
             return lax.dynamic_update_slice_in_dim(
                 out, jnp.where(new_X[:, None], y, before), start, 0
             )
 
-        return _by_block(begin, end, rows, groups, size, out, block)
+        return blocks.each_block(begin, end, out, block)
 
-    out = onto
-    if out is None:
-        fill = jnp.zeros if fills_empty else lax.empty
-        out = fill((rows, weights.shape[2 - contracted]), dtype)
-    return _by_group(out, sizes_E, group)
+    return blocks.each_group(out, group)
+
+
+def _empty(shape: tuple[int, int], dtype: jnp.dtype, fills_empty: bool) -> jax.Array:
+    """An array for products, of zeros or of anything."""
+    return (jnp.zeros if fills_empty else lax.empty)(shape, dtype)
 
 
 def product(
@@ -130,7 +146,9 @@ def product(
     fills_empty: bool = True,
 ) -> jax.Array:
     """Each row times its group's matrix, [R, O]."""
-    return _times_matrices(rows_RI, weights_EIO, sizes_E, 0, most_rows, dtype, fills_empty)
+    shape = len(rows_RI), weights_EIO.shape[2]
+    out = _empty(shape, dtype or rows_RI.dtype, fills_empty)
+    return _write_products(out, rows_RI, weights_EIO, _cut(rows_RI, sizes_E, most_rows), 0)
 
 
 def rows_gradient(
@@ -142,7 +160,9 @@ def rows_gradient(
     fills_empty: bool = True,
 ) -> jax.Array:
     """The gradient of the rows, [R, I]. No matrix is transposed in memory."""
-    return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows, dtype, fills_empty)
+    shape = len(g_RO), weights_EIO.shape[1]
+    out = _empty(shape, dtype or g_RO.dtype, fills_empty)
+    return _write_products(out, g_RO, weights_EIO, _cut(g_RO, sizes_E, most_rows), 1)
 
 
 def add_rows_gradient(
@@ -155,7 +175,8 @@ def add_rows_gradient(
 ) -> jax.Array:
     """`total` and the gradient of the rows, [R, I]; rows of no group are the total's. mean: as for
     megablox.add_rows_gradient, where it matters"""
-    return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows, None, False, total_RI)
+    blocks = _cut(g_RO, sizes_E, most_rows)
+    return _write_products(total_RI, g_RO, weights_EIO, blocks, 1, adds=True)
 
 
 def weights_gradient(
@@ -166,9 +187,9 @@ def weights_gradient(
     most_rows: int = MOST_ROWS,
 ) -> jax.Array:
     """The gradient of the weights, [E, I, O], summed in float32; zeros for groups without rows."""
-    dtype = dtype or rows_RI.dtype
     (rows, i), o, groups = rows_RI.shape, g_RO.shape[1], sizes_E.size
     size = block_rows(rows, groups, most_rows, BLOCKS_OF_WEIGHTS)
+    blocks = _Blocks(sizes_E, rows, size)
 
     def group(e, begin, end, out_EIO):
         def block(start, new_X, total_IO):
@@ -178,7 +199,8 @@ def weights_gradient(
                 x_XI, g_XO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
 
-        total_IO = _by_block(begin, end, rows, groups, size, jnp.zeros((i, o), jnp.float32), block)
+        # A group's sum is one float32 matrix, rounded once when all of its rows are in it.
+        total_IO = blocks.each_block(begin, end, jnp.zeros((i, o), jnp.float32), block)
         return lax.dynamic_update_index_in_dim(out_EIO, total_IO.astype(out_EIO.dtype), e, 0)
 
-    return _by_group(jnp.zeros((groups, i, o), dtype), sizes_E, group)
+    return blocks.each_group(jnp.zeros((groups, i, o), dtype or rows_RI.dtype), group)

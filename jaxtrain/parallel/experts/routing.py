@@ -179,8 +179,8 @@ def positions(
 
 
 def arrival_order(sizes: jax.Array, rows: int) -> jax.Array:
-    """`arrival_of_row` of a Routing. Rows arrive ordered by device, each device's by expert, and are
-    sorted by expert; empty ones come last.
+    """`arrival_of_row` of a Routing. Rows arrive ordered by device, each device's by expert; they
+    are then sorted by expert, and empty ones come last.
 
     sizes: int32 [devices, E] of the arriving groups
     rows: that there is memory for

@@ -207,7 +207,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
     space = _space(config, recipe, flags, kind)
     laid_out, plans = _plans(space, flags)
-    if not plans:
+    if laid_out is None:
         return Output([])
     best, cells = plans[0], table(plans)
     figures = _with_notes(best.figures(), space.config, laid_out, kind)
@@ -238,18 +238,20 @@ def plans(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[
     return _plans(_space(config, recipe, flags, kind), flags)[1]
 
 
-def _plans(space: Space, flags: types.SimpleNamespace) -> tuple[Config, list[Prediction]]:
-    """The config with the layout of the first plan, not resolved, and the plans: of --layout, or of
-    the best layouts."""
+def _plans(
+    space: Space, flags: types.SimpleNamespace
+) -> tuple[MeshedConfig | None, list[Prediction]]:
+    """The config with the layout of the first plan, and the plans: of --layout, or of the best
+    layouts; (None, []) where other flags are refused and a search would take minutes."""
     tokens = flags.tokens or None
     if flags.layout:
         config = _laid_out(space, flags.layout)
         resolved = config.resolve()
         return config, [exactly(predict(resolved, space.hardware, flags.assume, tokens))]
     space = _with_devices(space)
-    if flags.refused:  # a search may take minutes
+    if flags.refused:
         check_fits(space)
-        return space.config, []
+        return None, []
     found = best_plans(space, tokens)
     return layout_search.laid_out(space, found[0].work.layout), found
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.devices.sharding import RULES
 from jaxtrain.models.spec import binder, is_spec, specs
@@ -61,7 +61,7 @@ def _arrays(tree: Any) -> tuple[ParameterShape, ...]:
     )
 
 
-def ends_of(cfg: ModelConfig) -> tuple[ParameterShape, ...]:
+def ends_of(cfg: ResolvedModel) -> tuple[ParameterShape, ...]:
     """Model.ends."""
     tree = build(cfg).ends
     modules = {
@@ -73,8 +73,8 @@ def ends_of(cfg: ModelConfig) -> tuple[ParameterShape, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def layer_of(cfg: ModelConfig, dense: bool) -> Layer:
-    """A layer of a resolved model. dense: one of those before the layers that have experts"""
+def layer_of(cfg: ResolvedModel, dense: bool) -> Layer:
+    """A layer of a model. dense: one of those before the layers that have experts"""
     block = Block(dataclasses.replace(cfg, attention_kernel="xla"), dense=dense)
     tree, bind = specs(block), binder(block)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ResolvedModel
 from jaxtrain.planner.layer.layer import Layer, ParameterShape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Model(ModelConfig):
-    """A resolved model, whose settings are those of a config, and the tokens of its sequences.
+class Model(ResolvedModel):
+    """A model, whose settings are those of a config, and the tokens of its sequences.
     Layers are traced when they are asked for, and jax is imported then."""
 
     sequence: int = 0
@@ -33,12 +33,12 @@ class Model(ModelConfig):
         return layer, layer_of(self.of_one_layer, dense=True) if has_others else layer
 
     @functools.cached_property
-    def of_one_layer(self) -> ModelConfig:
+    def of_one_layer(self) -> ResolvedModel:
         """The config of a model with one such layer, by which models of any depth share it."""
         settings = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)
+            field.name: getattr(self, field.name) for field in dataclasses.fields(ResolvedModel)
         }
-        return ModelConfig(**settings | {"layers": 1})
+        return ResolvedModel(**settings | {"layers": 1})
 
     @functools.cached_property
     def ends(self) -> tuple[ParameterShape, ...]:
@@ -78,7 +78,6 @@ class Model(ModelConfig):
 
 
 @functools.lru_cache(maxsize=256)
-def model_of(config: ModelConfig, sequence: int) -> Model:
-    """The model of a resolved config, with sequences of this length; the same object for the
-    same config."""
+def model_of(config: ResolvedModel, sequence: int) -> Model:
+    """The model with sequences of this length; the same object for the same settings."""
     return Model(**vars(config), sequence=sequence)

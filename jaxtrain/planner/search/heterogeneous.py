@@ -18,7 +18,7 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config, ResolvedConfig
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.rules.rules import divisors, near
-from jaxtrain.pipeline.setup import has_recompute_ops
+from jaxtrain.pipeline.op_times import has_recompute_ops
 from jaxtrain.planner.layer.hardware import GIB, Hardware, HardwareError, known, load
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.explain import amount, run_lines

@@ -91,7 +91,7 @@ def read(text: str) -> Values:
 
 def choices(key: str) -> tuple[Any, ...]:
     """The values that the key's setting can have; () where it has bounds instead."""
-    return tuple(cfg.fields()[SETTINGS[key]].metadata["choices"] or ())
+    return tuple(cfg.setting_of(cfg.fields()[SETTINGS[key]]).choices.names)
 
 
 def _example(key: str) -> Any:

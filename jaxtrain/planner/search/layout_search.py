@@ -28,11 +28,11 @@ from typing import Any
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, MeshedConfig, shards_ends
 from jaxtrain.config.errors import UsageError
+from jaxtrain.config.groups.layout_settings import MOST_MICROBATCHES
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
-from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.planner.layer.hardware import GIB, Hardware, known, load
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import EXPERT, Links

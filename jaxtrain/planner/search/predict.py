@@ -1,7 +1,7 @@
 """The prediction of a step, from closed forms and from the table that training would use. No jax.
 
     predict    time by the closed forms of planner/step/, memory with the slots of the table
-    exactly    time by the table: the runs of each op, and its coupled clock (schedule/clocks.py),
+    exactly    time by the table: the runs of each op, and its coupled clock (schedule/clocks/),
                which include what closed forms do not: Rs that a table leaves out, permutes, shares
                of uneven stages, messages that come late. Sums over data and the optimizer are
                outside of the table, as in the closed forms.
@@ -23,7 +23,8 @@ import numpy as np
 from jaxtrain import config as cfg
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.sizes import remat_of
-from jaxtrain.pipeline.setup import Setup, complete_times, has_recompute_ops, make_setup
+from jaxtrain.pipeline.op_times import complete_times, has_recompute_ops
+from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.layer.hardware import GIB, Hardware
 from jaxtrain.planner.layer.links import STAGE
 from jaxtrain.planner.search import layout_flag
@@ -32,10 +33,12 @@ from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.planner.step.step_model import OURS, milliseconds, step_model_of, unfollowed
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
-from jaxtrain.schedule.clocks import Times, coupled_time
+from jaxtrain.schedule.clocks.coupled import coupled_time
+from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE
-from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
+from jaxtrain.schedule.residuals import peak_residuals
+from jaxtrain.schedule.table import Op, Permute, Table
 
 DAY = 86400.0
 OPS = (Op.F, Op.R, Op.B, Op.W)
@@ -304,7 +307,7 @@ def exactly(prediction: Prediction) -> Prediction:
         return prediction
     config = with_op_times(prediction.config, work)
     times = complete_times(
-        work.op_times(), work.model, layout.stage, has_recompute_ops(layout.remat)
+        KnownTimes(*work.op_times()), work.model, layout.stage, has_recompute_ops(layout.remat)
     )
     planned, auto = PlannedTable(config), config.pipeline.schedule == AUTO
     table = planned.part().setup.table

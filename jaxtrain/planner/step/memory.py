@@ -175,7 +175,7 @@ def _products_at_ends(step: StepModel) -> float:
 
 
 def estimated_slots(step: StepModel) -> SlotCounts | None:
-    """The slots of a layout with stages, by the closed forms of its schedule (schedule/orders.py):
+    """The slots of a layout with stages, by the closed forms of its schedule (schedule/orders/):
     the peaks of its table. None with one stage."""
     layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
     if p == 1:

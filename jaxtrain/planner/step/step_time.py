@@ -22,8 +22,9 @@ from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState
 from jaxtrain.planner.step.step_part import StepPart, part
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
-from jaxtrain.schedule.orders import PLACEMENTS, Schedule, StageTimes, closed_forms
-from jaxtrain.schedule.placement import Placement, balanced
+from jaxtrain.schedule.clocks.times import KnownTimes
+from jaxtrain.schedule.orders import Schedule, StageTimes, closed_forms
+from jaxtrain.schedule.placement import PLACEMENTS, Placement, TimesToBalance, balanced
 
 
 class StepModel(StepPart):
@@ -125,8 +126,8 @@ class StepModel(StepPart):
         layer = sum(op.seconds for op in self.layers.mean(False).values())
         if layout.overlap:
             layer -= self.layers.saved_by_overlap
-        seconds = layer, self.dense_layers.seconds, self.head.seconds
-        sizes = balanced(model.layers, stage_of, least, *seconds)
+        work = TimesToBalance(layer, before=self.dense_layers.seconds, after=self.head.seconds)
+        sizes = balanced(model.layers, stage_of, least, work)
         return Placement(model.layers, layout.stage, 1, stage_of, sizes)
 
     def _messages(self, microbatch: float) -> TimeBreakdown:
@@ -155,13 +156,19 @@ class StepModel(StepPart):
         the last one that the layout has, of F and B at once, of the optimizer's update, and of the
         embedding with the dense layers behind it, in the order of `pipeline.times`."""
         ops, layout = {name: op.seconds for name, op in self.ops().items()}, self.layout
-        times = ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head.seconds
         both = ops["F"] + ops["B"] - self.saved_by_overlap() if layout.overlap else 0.0
         update = self.update.op.seconds if layout.steps > 1 else 0.0
-        later = [both, update, self.dense_layers.seconds / 2]
-        while later and not later[-1]:
-            later.pop()
-        return *times, *later
+        return KnownTimes(
+            ops["F"],
+            ops["B"],
+            ops["W"],
+            self.message(),
+            ops["R"],
+            self.head.seconds,
+            FB=both or None,
+            update=update or None,
+            embedding=self.dense_layers.seconds / 2 or None,
+        ).setting()
 
     def model_flops(self) -> float:
         """Operations of a step that the model itself needs, on all devices: forward, and twice that

@@ -17,7 +17,10 @@ stage here. The number after it is a microbatch.
 
 Files give the order alone: empty cells are skipped, and so are actions that send, receive, gather
 parameters and reduce gradients, which the runtime does by its own rules. packing.py finds the
-ticks. No JAX here.
+ticks.
+
+How to read this file: `read_schedule` reads either format, `_orders` this one; the functions behind
+it read cells and check. `to_order_csv` writes. No JAX here.
 """
 
 import difflib
@@ -27,9 +30,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxtrain.schedule.files.table_csv import FileError, read_csv, read_text, split_line
-from jaxtrain.schedule.orders import ChunkOrders, Orders, Task
-from jaxtrain.schedule.table import Op, Table, TableError, directions
+from jaxtrain.schedule.files.table_csv import read_csv
+from jaxtrain.schedule.files.text import FileError, read_text, split_line
+from jaxtrain.schedule.orders import ChunkOrders
+from jaxtrain.schedule.orders.stage_orders import Orders, Task
+from jaxtrain.schedule.table import Op, ScheduleError, Table, TableError, directions
 
 ACTION = re.compile(r"(\d{1,6})([A-Z_]+?)(\d{0,6})", re.ASCII)
 PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -68,21 +73,21 @@ class _Action(NamedTuple):
 
 def read_schedule(path: str) -> Table | ChunkOrders:
     """The checked table of a file, or the checked orders of one in PyTorch's format. Raises
-    ValueError, in one line, with file, line, column and what would be right."""
+    ScheduleError, with file, line, column and what would be right."""
     text = read_text(path)
     if not _is_order(text):
         return read_csv(path, text)
     try:
         return _orders(text, pathlib.Path(path).stem)
     except FileError as error:
-        raise ValueError(f"{path}{error}") from None
+        raise error.of(path) from None
 
 
 def is_order_file(path: str) -> bool:
     """True for a file in PyTorch's format; False for any other, also one that cannot be read."""
     try:
         return pathlib.Path(path).is_file() and _is_order(read_text(path))
-    except ValueError:
+    except ScheduleError:
         return False
 
 
@@ -91,6 +96,7 @@ def _is_order(text: str) -> bool:
     lines = (
         line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")
     )
+    # "0F0,0F1,…", ",1F0,…" and "(0F2;2B1)OVERLAP_F_B"; the header of a table begins with "stage 0"
     return bool(re.search(r'(^|,)[\s"]*\(?\s*\d+[A-Za-z_]', next(lines, "")))
 
 
@@ -107,6 +113,7 @@ def _orders(text: str, name: str) -> ChunkOrders:
     every = [action for _, actions in ranks for action in actions]
     microbatches, chunks = _count(every, "microbatch"), _count(every, "chunk")
     stage_of = _stage_of([actions for _, actions in ranks], chunks)
+    # Older files write B for the gradient of the input, if the microbatch has a W of its own.
     with_w = {(a.chunk, a.microbatch) for a in every if a.letters == "W"}
     actions_of_task: dict[Task, _Action] = {}
     orders: Orders = []
@@ -115,7 +122,6 @@ def _orders(text: str, name: str) -> ChunkOrders:
         order: list[Task] = []
         for action in actions:
             ops: tuple[Op, ...] = COMPUTES[action.letters]
-            # in older files, an input's gradient
             if action.letters == "B" and action[1:3] in with_w:
                 ops = (Op.B,)
             for op in ops:
@@ -124,9 +130,10 @@ def _orders(text: str, name: str) -> ChunkOrders:
                     earlier = actions_of_task[task]
                     raise FileError(
                         f"{action.name} stands already in line {earlier.line}, column "
-                        f"{earlier.column!r}, as {earlier.name}: use it once",
+                        f"{earlier.column!r}, as {earlier.name}",
                         action.line,
                         action.column,
+                        use="it once",
                     )
                 actions_of_task[task] = action
                 order.append(task)
@@ -142,6 +149,8 @@ def _orders(text: str, name: str) -> ChunkOrders:
 def _share_a_cell(actions: dict[Task, _Action], task: Task, following: Task) -> bool:
     """True for an F and the B after it that a file has as one OVERLAP_F_B. A microbatch's own B
     waits for its F, and shares no cell with it."""
+    # (0F2;2B1)OVERLAP_F_B gives F0.2, B2.1 and W2.1: F and B are neighbours in the order, and come
+    # from one cell of the file.
     f, b = actions[task], actions[following]
     one_cell = f.in_pair and b.in_pair and (f.line, f.column) == (b.line, b.column)
     return one_cell and (task[0], following[0]) == (Op.F, Op.B) and task[2] != following[2]
@@ -164,28 +173,30 @@ def _actions(line: str, number: int) -> Iterator[_Action]:
             match = ACTION.fullmatch(part)
             letters = match[2] if match else ""
             if not match or (letters not in SKIPPED and not (letters in COMPUTES and match[3])):
-                raise FileError(_no_action(part, letters), number, column)
+                raise _no_action(part, letters, number, column)
             if letters in COMPUTES:
                 numbers = int(match[1]), int(match[3])
                 yield _Action(letters, *numbers, number, column, pair is not None)
 
 
-def _no_action(part: str, letters: str) -> str:
-    """The rule that a cell breaks which is no action. letters: those after its stage, if any."""
+def _no_action(part: str, letters: str, line: int, column: str) -> FileError:
+    """The error of a cell that is no action. letters: those after its stage, if any."""
     form = "write stage, action and microbatch, such as 0F3"
     if letters in COMPUTES:
-        return f"{part[:40]!r} has no microbatch: {form}"
+        return FileError(f"{part[:40]!r} has no microbatch: {form}", line, column)
     if letters:
         near = difflib.get_close_matches(letters, [*COMPUTES, *SKIPPED], n=1, cutoff=0.6)
-        fix = f"use {near[0]}" if near else "use F, I, W or B"
-        return f"{part[:40]!r} has the unknown action {letters[:40]!r}: {fix}"
-    return f"{part[:40]!r} is no action: {form}"
+        rule = f"{part[:40]!r} has the unknown action {letters[:40]!r}"
+        return FileError(rule, line, column, use=near[0] if near else "F, I, W or B")
+    return FileError(f"{part[:40]!r} is no action: {form}", line, column)
 
 
 def _count(actions: Sequence[_Action], field: str) -> int:
     """The number of microbatches or chunks. Raises FileError if one below the largest is in no
     action."""
     noun = "stage" if field == "chunk" else field
+    # Numbers 0 1 3 have the gap 2, which is below their count, so 3 is one too many. Numbers 0 1 2
+    # have the gap 3, their count.
     present = {getattr(action, field) for action in actions}
     gap = next(number for number in range(len(present) + 1) if number not in present)
     if gap < len(present):
@@ -202,6 +213,7 @@ def _count(actions: Sequence[_Action], field: str) -> int:
 def _stage_of(ranks: Sequence[Sequence[_Action]], chunks: int) -> tuple[int, ...]:
     """The rank that holds each chunk. Raises FileError for a chunk on two of them, and for
     consecutive chunks on ranks that are not neighbours."""
+    # chunk → its rank, and the action that put it there, for the error
     holder: dict[int, tuple[int, _Action]] = {}
     for rank, actions in enumerate(ranks):
         for action in actions:
@@ -217,6 +229,7 @@ def _stage_of(ranks: Sequence[Sequence[_Action]], chunks: int) -> tuple[int, ...
     try:
         directions(stage_of, len(ranks))
     except TableError as error:
+        # PyTorch's words: its ranks are stages here, its stages units.
         raise FileError(error.rule.replace("stage", "rank").replace("unit", "stage")) from None
     return stage_of
 
@@ -240,6 +253,7 @@ def _check_ends(orders: Orders, actions: dict[Task, _Action], chunks: int) -> No
     def waits_for(task: Task) -> Task | None:
         """The task before it that is not done yet."""
         op, chunk, microbatch = task
+        # of the last chunk's B, the head stands in the tick of its F
         before = {
             Op.F: [(Op.F, chunk - 1)],
             Op.B: [(Op.F, chunk), (Op.B, chunk + 1)],
@@ -248,6 +262,8 @@ def _check_ends(orders: Orders, actions: dict[Task, _Action], chunks: int) -> No
         tasks = [(int(op), chunk, microbatch) for op, chunk in before if 0 <= chunk < chunks]
         return next((task for task in tasks if task not in done), None)
 
+    # Each rank does its tasks as far as those that they wait for are done, round by round. A rank
+    # that has tasks left when no rank moves waits for ever.
     done: set[Task] = set()
     at = [0] * len(orders)
     moving = True
@@ -278,6 +294,8 @@ def _check_ends(orders: Orders, actions: dict[Task, _Action], chunks: int) -> No
 def to_order_csv(table: Table) -> str:
     """The text of a file in PyTorch's format with a table's order: a line a stage, whose numbers
     are units. R is part of PyTorch's backward, and is left out."""
+    # B0 and W0 one after the other are one action "0B0"; a B without its W is "0I0". An F and a B
+    # of one cell become a pair, for which the F's action is taken back from the list.
     lines = []
     of_b = (array[table.overlapped].tolist() for array in (table.b_unit, table.b_microbatch))
     overlapped = {(Op.B, unit, microbatch) for unit, microbatch in zip(*of_b, strict=True)}

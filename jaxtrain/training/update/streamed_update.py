@@ -382,9 +382,9 @@ class CompiledUpdate:
         one, masters = self._update.one, self._update.layout.masters
         squares: Any
         new_counts, squares = counts, np.float32(0) if masters else None
-        # Strict, so that the stream is asked once more after its last group: only then it begins to
-        # read the first groups of the next step.
-        passes = zip(self._update.passes, self._stream.groups(), strict=True)
+        # Strict, so that the stream is asked once more after its last group: only then does it
+        # begin to read the first groups of the next step (StateStream.one_pass).
+        passes = zip(self._update.passes, self._stream.one_pass(), strict=True)
         for number, ((group, blocks), (_, buffer)) in enumerate(passes):
             # Without a name for the inputs, which would keep their arrays during the next update.
             results = self._programs[group](

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from support import hardware_file
 
 from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig, replace
-from jaxtrain.parallel.attention.causal import attend_causal
+from jaxtrain.parallel.attention.causal import AttentionSettings, attend_causal
 from jaxtrain.planner.programs.measured_step import (
     LEAST,
     STEPS_MEASURED,
@@ -225,7 +225,7 @@ def test_a_real_trace(tmp_path):
 
     def loss(w, x):
         q = (x @ w).reshape(*x.shape[:2], 4, 16)
-        return (attend_causal(q, q, q, None, "all_gather", "xla") ** 2).sum()
+        return (attend_causal(q, q, q, None, AttentionSettings(kernel="xla")) ** 2).sum()
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     def train(w, x):

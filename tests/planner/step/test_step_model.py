@@ -198,7 +198,7 @@ def drawn(seed: int, bases, devices: int = 0) -> tuple[str, Config, Config]:
     while True:
         base, path = draw.choice(list(bases.values())), draw.choice(SETTINGS)
         field, now = configs.fields()[path], configs.get(base, path)
-        values = LISTS.get(path) or [v for v in field.metadata["choices"] if v != now]
+        values = LISTS.get(path) or [v for v in configs.setting_of(field).choices.names if v != now]
         if isinstance(field.default, bool):
             values = [not now]
         elif not values and isinstance(field.default, int | float):

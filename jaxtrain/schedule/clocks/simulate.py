@@ -1,4 +1,4 @@
-"""The time and memory of a table, by the two clocks of clocks.py: as numbers, as figures for JSON,
+"""The time and memory of a table, by the two clocks of clocks/: as numbers, as figures for JSON,
 and as text. No JAX here."""
 
 import dataclasses
@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.clocks import Timeline, Times, coupled, independent
+from jaxtrain.schedule.clocks.coupled import coupled
+from jaxtrain.schedule.clocks.independent import independent
+from jaxtrain.schedule.clocks.times import Timeline, Times
+from jaxtrain.schedule.residuals import peak_residuals
 from jaxtrain.schedule.slots import assign_slots
-from jaxtrain.schedule.table import Permute, Table, peak_residuals
+from jaxtrain.schedule.table import Permute, Table
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A table's times and memory. Bubbles are fractions of time that the busiest stage is idle.
+    """A table's times and memory. Bubbles are fractions of time in which the
+    busiest stage is idle.
 
     step_time, step_time_coupled       of the table, by the independent and by the coupled clock
     span                               longest time from a stage's first op to the end of its last
@@ -57,6 +61,8 @@ def simulate(
         concerns the independent clock, and needs tables whose every W is the next cell after its B.
         Raises ValueError for others.
     """
+    # 1F1B on 2 stages, 4 microbatches, F = B = W = 1: each stage works 12 of the 14 that the step
+    # takes. The span of stage 0 is 14, too, so both bubbles are 1/7.
     timeline = independent(table, times, shares, fused_backward)
     timeline_coupled = coupled(table, times, shares)
     busy = np.bincount(timeline.stage, timeline.end - timeline.start, table.stages).tolist()
@@ -92,6 +98,8 @@ Figures = dict[str, Any]  # as JSON has them
 def figures(table: Table, result: Simulation) -> Figures:
     """The object that --json prints. Times are of one step, those of the table divided by its
     steps."""
+    # A table of several steps has the times of all of them; its figures are of one. Bubbles and
+    # residuals are those of the table.
     slotted = assign_slots(table)
     return {
         "schedule": table.name,

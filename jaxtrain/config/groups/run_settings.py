@@ -1,0 +1,282 @@
+"""The settings of a run: its corpus, optimizer, number formats, steps, checkpoints and records. No
+jax."""
+
+import dataclasses
+
+from jaxtrain.config import sources
+from jaxtrain.config.groups.setting import Choices, Range, setting
+from jaxtrain.config.learning_rates import LEARNING_RATES
+from jaxtrain.config.optimizers import OPTIMIZERS, meaning
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The corpus and the batch."""
+
+    source: str = setting(sources.STDLIB, sources.HELP)
+    tokenizer: str = setting(
+        "bytes",
+        "bytes; the path of a Hugging Face tokenizers JSON file; or none: the ids of a "
+        "token file are used unchanged",
+    )
+    sequence_length: int = setting(
+        128, "tokens in a sequence, as the model sees it", Range(at_least=1)
+    )
+    batch_size: int = setting(
+        16, "sequences in a step, over all devices and microbatches", Range(at_least=1)
+    )
+    seed: int = setting(0, "seed of the order of sequences", Range(at_least=0))
+    attend_across_documents: bool = setting(
+        True, "whether tokens attend to earlier documents that are packed into the same sequence"
+    )
+    loss_mask: tuple[str, ...] = setting(
+        (), f"fields ({sources.RECORDS}) that are prompts: their tokens have no loss"
+    )
+    text_fields: tuple[str, ...] = setting(
+        ("text",),
+        f"fields ({sources.RECORDS}) that are read, joined in this order; a path such as doc.text "
+        "works too",
+    )
+    bad_records: str = setting(
+        "stop",
+        "a record that cannot be read: stop ends the run, skip leaves it out and counts it",
+        Choices(("stop", "skip")),
+    )
+    validation_fraction: float = setting(
+        0.05, "fraction of the corpus that is held out for evaluation", Range(at_least=0, below=1)
+    )
+    token_dtype: str = setting(
+        "uint16",
+        "integers of a raw token file (.bin)",
+        Choices(("uint8", "uint16", "int32", "uint32", "int64", "uint64")),
+    )
+    cache: str = setting(
+        "", "folder of prepared corpora; empty: $JAXTRAIN_CACHE or ~/.cache/jaxtrain"
+    )
+    prefetch: int = setting(2, "batches prepared ahead of the step", Range(at_least=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate."""
+
+    name: str = setting(
+        "adamw",
+        "; ".join(f"{o.name}: {o.text}" for o in OPTIMIZERS.values()),
+        Choices(tuple(OPTIMIZERS)),
+    )
+    learning_rate: float = setting(3e-4, "peak learning rate", Range(above=0))
+    warmup_steps: int = setting(0, "steps of linear warm-up from 0", Range(at_least=0))
+    schedule: str = setting(
+        "cosine",
+        "learning rate after the warm-up; "
+        + "; ".join(f"{record.name}: {record.text}" for record in LEARNING_RATES.values()),
+        Choices(tuple(LEARNING_RATES)),
+    )
+    decay_steps: int = setting(
+        0,
+        "steps of the decay at the end of a schedule that is constant before; 0: none",
+        Range(at_least=0),
+    )
+    final_fraction: float = setting(
+        0.1, "final learning rate over its peak", Range(at_least=0, at_most=1)
+    )
+    weight_decay: float = setting(
+        0.1, "decoupled weight decay of matrices (not of norms and biases)", Range(at_least=0)
+    )
+    clip_norm: float = setting(
+        1.0, "largest global gradient norm; 0: no clipping", Range(at_least=0)
+    )
+    b1: float = setting(0.9, meaning("b1"), Range(at_least=0, below=1))
+    b2: float = setting(0.95, meaning("b2"), Range(at_least=0, below=1))
+    epsilon: float = setting(1e-8, meaning("epsilon"), Range(above=0))
+    decay_exponent: float = setting(0.8, meaning("decay_exponent"), Range(above=0))
+    factored_size: int = setting(128, meaning("factored_size"), Range(at_least=1))
+    update_clip: float = setting(1.0, meaning("update_clip"), Range(at_least=0))
+    parameter_scale: bool = setting(True, meaning("parameter_scale"))
+    outer_learning_rate: float = setting(
+        0.7, "DiLoCo: learning rate of the outer step, which joins the replicas", Range(above=0)
+    )
+    outer_momentum: float = setting(
+        0.9, "DiLoCo: Nesterov momentum of the outer step", Range(at_least=0, below=1)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    params: str = setting(
+        "float32",
+        "type of the matrices that ops read; norms, biases and routers stay float32",
+        Choices(("float32", "bfloat16")),
+    )
+    masters: str = setting(
+        "float32",
+        "16-bit params: float32 masters beside the optimizer's state, which updates change and "
+        "checkpoints have; none: the params themselves, rounded up or down at random",
+        Choices(("float32", "none")),
+    )
+    moments: str = setting(
+        "float32",
+        "type of the optimizer's moments; bfloat16: rounded up or down at random",
+        Choices(("float32", "bfloat16")),
+    )
+    compute: str = setting(
+        "bfloat16", "type of activations and matmuls", Choices(("bfloat16", "float32"))
+    )
+    matmul: str = setting(
+        "compute",
+        "type of products with the matrices of layers: compute, fp8 with a scale for each tensor, "
+        "or mxfp8 with one for each 32 numbers; embedding, head, router and attention's own "
+        "products stay. nvfp4 and int8 are for plans of other frameworks (plan --assume)",
+        Choices(("compute", "fp8", "mxfp8", "nvfp4", "int8")),
+    )
+    fp8_gradients: str = setting(
+        "e5m2",
+        "8-bit format of gradients in products; e4m3 has more digits and less range",
+        Choices(("e5m2", "e4m3")),
+    )
+    fp8_weight_gradients: str = setting(
+        "fp8",
+        "type of the products that make weights' gradients; with compute what waits for W is not "
+        "of 8 bits",
+        Choices(("fp8", "compute")),
+    )
+    reduce: str = setting(
+        "float32",
+        "type in which gradients are reduced over mesh.data",
+        Choices(("float32", "bfloat16")),
+    )
+    outer: str = setting(
+        "float32",
+        "DiLoCo: type in which replicas exchange their changes; int8: with a scale for each block",
+        Choices(("float32", "int8")),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The run."""
+
+    steps: int = setting(100, "optimizer steps", Range(at_least=1))
+    diloco_inner_steps: int = setting(
+        0,
+        "DiLoCo: steps that replicas train independently between outer steps; 0: they sum "
+        "every gradient",
+        Range(at_least=0),
+    )
+    seed: int = setting(0, "seed of the initial weights", Range(at_least=0))
+    init_from: str = setting(
+        "",
+        "folder of a published model (config.json and safetensors): its model's settings, and "
+        "its weights as the initial ones of a new run; empty: random weights",
+    )
+    eval_every: int = setting(0, "steps between evaluations; 0: only at the end", Range(at_least=0))
+    eval_batches: int = setting(8, "batches in an evaluation", Range(at_least=1))
+    on_nonfinite: str = setting(
+        "stop",
+        "what follows a loss or gradient that is not finite: stop; skip the update; "
+        "rollback: skip it, and go back to a checkpoint after nonfinite_limit in a row",
+        Choices(("stop", "skip", "rollback")),
+    )
+    nonfinite_limit: int = setting(
+        10,
+        "consecutive skipped updates after which the run ends (skip) or goes back (rollback)",
+        Range(at_least=1),
+    )
+    spike_threshold: float = setting(
+        0.0,
+        "rollback: a loss more than this many robust deviations above the median of earlier "
+        "losses is a spike; 0: off",
+        Range(at_least=0),
+    )
+    spike_steps: int = setting(
+        3, "consecutive spikes after which the run goes back to a checkpoint", Range(at_least=1)
+    )
+    hash_every: int = setting(
+        100,
+        "steps between comparisons of the copies of parameters on different devices, by "
+        "sums of their bits; 0: never",
+        Range(at_least=0),
+    )
+    rollbacks: int = setting(
+        3, "times that a run may go back to a checkpoint before it ends", Range(at_least=1)
+    )
+    hardware: str = setting(
+        "",
+        "hardware for which op times and the step are planned, as in plan --hardware; "
+        "empty: the devices at hand",
+    )
+    hang_after: float = setting(
+        30.0,
+        "seconds without a finished step (or three times the longest step) after which a "
+        "hung run ends; 0: never",
+        Range(at_least=0),
+    )
+    profile_steps: int = setting(
+        0, "steps traced by jax.profiler, from the third of the run", Range(at_least=0)
+    )
+    sample_prompt: str = setting("", "start of the sample printed at the end")
+    sample_tokens: int = setting(
+        0, "tokens of the sample printed at the end; 0: no sample", Range(at_least=0)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints: when they are written, where, and which are kept."""
+
+    every: int = setting(
+        0, "steps between checkpoints; 0: by time alone, and at the end", Range(at_least=0)
+    )
+    minutes: float = setting(
+        10.0,
+        "minutes between checkpoints, whatever `every` is; 0: never by time",
+        Range(at_least=0),
+    )
+    grace: float = setting(
+        0.0,
+        "seconds between SIGTERM and the loss of the machine, in which the last checkpoint "
+        "must be written; 0: unknown",
+        Range(at_least=0),
+    )
+    keep: int = setting(3, "newest checkpoints that are kept", Range(at_least=1))
+    keep_every: int = setting(
+        0, "steps whose multiples keep their checkpoints for ever; 0: none", Range(at_least=0)
+    )
+    keep_best: int = setting(
+        0,
+        "checkpoints with the lowest validation losses that are kept; 0: none",
+        Range(at_least=0),
+    )
+    directory: str = setting(
+        "",
+        "place of the checkpoints: a folder, gs://BUCKET/PATH or s3://BUCKET/PATH; empty: "
+        "WORKDIR/checkpoints",
+    )
+    local: str = setting(
+        "",
+        "folder on each machine, on a RAM disk or local disk, for a checkpoint every "
+        "local_every steps; empty: none",
+    )
+    local_every: int = setting(
+        0, "steps between checkpoints in `local`, which keeps the newest two", Range(at_least=0)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    """Metrics, and other records of the training."""
+
+    log_every: int = setting(
+        10,
+        "steps between lines of metrics.jsonl, which begins with the first step",
+        Range(at_least=1),
+    )
+    tensorboard: bool = setting(True, "whether to write TensorBoard files as well")
+    rows: bool = setting(
+        False,
+        "write the sequences that each process reads in every step into the folder rows/; "
+        "together they are the same for any number of processes",
+    )

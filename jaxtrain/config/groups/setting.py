@@ -1,0 +1,93 @@
+"""A setting: a field of a group, with its doc and the values that it may have. No jax."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """The names that a setting, or each item of a tuple, may have.
+
+    names:   in the order of help; (): any
+    prefix:  texts that begin with this are allowed besides them; "": none
+    counted: the names that a colon and a whole number may follow, such as full:2
+    refused: further names that a user may know, each with the reason why it is no choice
+    """
+
+    names: tuple = ()
+    prefix: str = ""
+    counted: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The bounds of a number, or of each item of a tuple; None: no bound."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def admit(self, value: float) -> bool:
+        """True if a value is within the bounds."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        """In words, such as "at least 0 and below 1"."""
+        known = ((name, limit) for name, limit in vars(self).items() if limit is not None)
+        return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in known)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is known of a setting besides its name, type and default. rules/checks.py checks it;
+    --help prints the doc and the choices.
+
+    doc: one line, with the unit
+    """
+
+    doc: str
+    choices: Choices = Choices()
+    bounds: Range = Range()
+
+
+def setting(default: Any, doc: str, allowed: Choices | Range | None = None) -> Any:
+    """A dataclass field of a group. allowed: None: all values of the annotated type"""
+    choices = allowed if isinstance(allowed, Choices) else Choices()
+    bounds = allowed if isinstance(allowed, Range) else Range()
+    return dataclasses.field(default=default, metadata={"setting": Setting(doc, choices, bounds)})
+
+
+def setting_of(field: dataclasses.Field) -> Setting:
+    """The record of a field that `setting` has made."""
+    return field.metadata["setting"]
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+Record = TypeVar("Record")
+
+
+def as_type(kind: type[Record], record: object, **values: object) -> Record:
+    """A record of the given type with the fields of another one, some of them changed. Nothing is
+    checked, and all fields are copied at once, because the search for a setting that works makes
+    thousands of configs."""
+    copy = object.__new__(kind)
+    copy.__dict__.update(vars(record))
+    copy.__dict__.update(values)
+    return copy
+
+
+def with_values(record: Record, **values: object) -> Record:
+    """A record with some fields changed: dataclasses.replace without checks."""
+    return as_type(type(record), record, **values)

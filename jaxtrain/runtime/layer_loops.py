@@ -1,0 +1,235 @@
+"""The loops over the layers of one unit on one stage, and the parameters that each layer gets.
+
+Begin with `plan_loops`: it turns ranges of layers into a list of `Loop`s, in the order in which
+they run. The plan computes nothing on a device and can be printed. `run_loops` runs it where a
+layer's parameters are at hand; `run_loops_gathering` runs it where ZeRO-3 gathers them layer by
+layer. `LayerCollectives` has ZeRO's collectives themselves.
+
+A forward over five layers that gathers parameters, where R recomputes the lowest two:
+
+    Loop(recomputed, 0, 2, trips 0, 1)     layers 0, 1; layer 2 is gathered in the trip of layer 1
+    Loop(others, 2, 5, trips 0, 1)         layers 2, 3
+    Loop(others, 2, 5, trip 2, peeled)     layer 4, after which there is nothing to gather
+
+Stages may have different numbers of layers in a unit. Bounds are ints where all stages have the
+same, and traced int32 where they differ, so a stage with fewer layers computes less.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.devices.mesh import on_nvidia_gpu
+from jaxtrain.parallel.zero import Zero, gather, in_memory_order, in_order, reduce_in_op
+
+Number = Any  # an int, or a traced int32
+LayerBody = Callable  # (layer's number, its parameters, carry) → carry
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerRange:
+    """Consecutive layers of every unit that save the same for their backward.
+
+    split: a RecomputedLayer, or a LayerSplit, whose residuals and weight stash say which arrays lie
+        in the pools, in which order
+    begin, end: of a unit's layers; end None: the unit's. A unit of fewer layers has those that it
+        has.
+    recomputed: the op R makes the residuals, where the unit has one, and not F
+    residual_b, residual_w, weight_stash: the names of the pools
+    layer_input: the name of the pool in which F leaves each layer's input for R; "": R starts from
+        the unit's input, and makes each layer's from the one before
+    """
+
+    split: Any
+    begin: int = 0
+    end: int | None = None
+    recomputed: bool = False
+    residual_b: str = "residual_b"
+    residual_w: str = "residual_w"
+    weight_stash: str = "weight_stash"
+    layer_input: str = ""
+
+    def bounds(self, layers: int) -> tuple[int, int]:
+        """Returns (the number of the lowest layer, the number after the highest) in a unit of so
+        many layers."""
+        return min(self.begin, layers), layers if self.end is None else min(self.end, layers)
+
+    def most(self, sizes: Sequence[int]) -> int:
+        """The most layers of it in any unit. sizes: the layers of each unit"""
+        return max(end - begin for begin, end in map(self.bounds, sizes))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerCollectives:
+    """ZeRO's collectives inside the ops of one unit.
+
+    zero: whether ops gather each layer's parameters before they use them, and reduce its gradients
+        once they have them
+    reductions: the `Reduction` of each parameter, in a pytree like one layer's parameters; None
+        where ops do neither
+    """
+
+    zero: Zero = Zero()
+    reductions: Any = None
+
+    @property
+    def reduce_late(self) -> bool:
+        """True where a layer's gradients are reduced one trip late, so that the collective overlaps
+        with the products of the next layer."""
+        # XLA's GPU compiler moves no collective into a loop's next trip by itself. A TPU's makes
+        # these collectives asynchronous in any case.
+        return on_nvidia_gpu()
+
+    def parameters(self, stack, i: Number, reads: Callable[[], Any]) -> Any:
+        """Layer i's parameters, gathered where `reads()`, a tree of bools like them, says so."""
+        one = lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
+        params = jax.tree.map(one, stack)
+        if on_nvidia_gpu() and self.reductions is not None:
+            params = jax.tree.map(in_memory_order, self.reductions, params)
+        if not self.zero.gathers_in_ops:
+            return params
+        with jax.named_scope("gather"):
+            return jax.tree.map(
+                lambda reduction, a, read: gather(a, reduction) if read else a,
+                self.reductions,
+                params,
+                reads(),
+            )
+
+    def reduced(self, gradients) -> Any:
+        """One layer's gradients, each summed over its `shard_axes`: this device's shards."""
+        with jax.named_scope("reduce"):
+            return jax.tree.map(
+                lambda g, r: reduce_in_op(g, r, self.zero.dtype), gradients, self.reductions
+            )
+
+    def added(self, sums, gradients, i: Number) -> Any:
+        """Layer i's gradients added to its sums in the stack `sums`, in the type of the sums."""
+        return jax.tree.map(
+            lambda a, g, r: in_order(a[i], r) + g.astype(a.dtype), sums, gradients, self.reductions
+        )
+
+
+RangeBounds = dict[LayerRange, tuple[Number, Number]]  # range → its first layer, its last one + 1
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop over layers of one range, one a trip. Trip 0 is the range's first layer, or with
+    `reverse` its last one.
+
+    begin, end: of the range's layers on this stage
+    start, stop: of the loop's trips
+    peeled: its only trip stands outside of a loop in the program
+    """
+
+    layers: LayerRange
+    begin: Number
+    end: Number
+    start: Number
+    stop: Number
+    reverse: bool = False
+    peeled: bool = False
+
+    def layer(self, trip: Number) -> Number:
+        return self.end - 1 - trip if self.reverse else self.begin + trip
+
+    def run(self, step: Callable, carry):
+        """carry = step(layer's number, carry) in each trip."""
+        one = lambda trip, carry: step(self.layer(trip), carry)
+        return (
+            one(self.start, carry) if self.peeled else run_trips(self.start, self.stop, one, carry)
+        )
+
+
+def plan_loops(
+    bounds: RangeBounds,
+    reverse: bool = False,
+    peel_first: bool = False,
+    peel_last: bool = False,
+) -> list[Loop]:
+    """The loops that run each layer once, from the first one on, or with `reverse` from the last
+    one on.
+
+    bounds: of ranges that follow each other, in the order of the layers
+    peel_first, peel_last: the layer that runs first, or last, stands outside of its loop; every
+        stage has it
+    """
+    loops = []
+    ranges = list(reversed(bounds.items()) if reverse else bounds.items())
+    for number, (layers, (begin, end)) in enumerate(ranges):
+        peels_first = peel_first and number == 0
+        peels_last = peel_last and number == len(ranges) - 1
+        start, stop = int(peels_first), end - begin - 1 if peels_last else end - begin
+        if peels_first:
+            loops.append(Loop(layers, begin, end, 0, 1, reverse, peeled=True))
+        loops.append(Loop(layers, begin, end, start, stop, reverse))
+        if peels_last:
+            loops.append(Loop(layers, begin, end, stop, stop + 1, reverse, peeled=True))
+    return loops
+
+
+# --- two ways to run it ---------------------------------------------------------------------------
+
+
+def run_loops(
+    loops: Sequence[Loop],
+    bodies: Mapping[LayerRange, LayerBody],
+    parameters: Callable[[Number], Any],
+    carry,
+):
+    """carry = body(i, parameters(i), carry) for each layer i, by the body of its range."""
+    for loop in loops:
+        body = bodies[loop.layers]
+        carry = loop.run(
+            lambda i, carry, body=body: body(i, parameters(i), carry),
+            carry,
+        )
+    return carry
+
+
+def run_loops_gathering(
+    loops: Sequence[Loop],
+    bodies: Mapping[LayerRange, LayerBody],
+    gathered: Callable[[Number], Any],
+    carry,
+):
+    """The same, where gathered(i) has collectives: each layer's trip begins with the gathers of the
+    next layer, so that they overlap with this layer's products."""
+    way = -1 if loops[0].reverse else 1
+    state = gathered(loops[0].layer(0)), carry
+    for loop in loops:
+        body = bodies[loop.layers]
+        # Without a peeled last trip the last layer gathers once more, a layer whose number is
+        # clamped: a stage may have no layer in the last range, so no layer is known to be last.
+        is_last = loop.peeled and loop is loops[-1]
+
+        def step(i, state, body=body, is_last=is_last):
+            parameters, carry = state
+            following = None if is_last else gathered(i + way)
+            return following, body(i, parameters, carry)
+
+        state = loop.run(step, state)
+    return state[1]
+
+
+def run_trips(start: Number, stop: Number, step: Callable, carry):
+    """`lax.fori_loop`, without a loop for a number of trips that is known to be 0 or 1."""
+    if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
+        return step(start, carry) if stop > start else carry
+    return lax.fori_loop(start, stop, step, carry)
+
+
+def smaller(a: Number, b: Number) -> Number:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def larger(a: Number, b: Number) -> Number:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
