@@ -153,7 +153,6 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
 
     import jax
 
-    from jaxtrain import prepare
     from jaxtrain.config.rules.checks import Environment
     from jaxtrain.data.loader import make_loaders, prepare_corpus
     from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -174,7 +173,7 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
     corpus = prepare_corpus(settings.data, settings.model.vocab_size, settings.train)
     mesh = make_mesh(sizes_of(settings.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
-        step = steps.make_step(settings, mesh, run.setup)
+        step = steps.make_step(settings, mesh, ready.setup)
         programs = start_compiling(step, executor).result()
     data, _ = make_loaders(corpus, settings.data, step.abstract_batch["tokens"], 1, 0)
 

@@ -224,7 +224,8 @@ def _refusal(
     devices only if something is wrong and they are not simulated."""
     loaded = sys.modules.get("jax")
     # The program that trains has started jax, which the environment does not say.
-    started = has_devices() or (loaded and loaded.distributed.is_initialized())
+    used = has_devices() and not namespace.cpu_devices
+    started = used or (loaded and loaded.distributed.is_initialized())
     devices = (
         None
         if started

@@ -19,7 +19,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etils import epath
 
@@ -318,17 +318,7 @@ def start_jax(flags: types.SimpleNamespace) -> None:
     with read_environment():
         import jax
 
-    settings: Any = jax.config  # its attributes have no declared types
-    simulated = (
-        "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"]
-        or settings.jax_num_cpu_devices >= 0
-    )
-    if startup.has_devices():
-        startup.check_cpu_devices(flags.cpu_devices)
-    elif flags.cpu_devices or not simulated:
-        if flags.cpu_devices:
-            jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", flags.cpu_devices or device_count(flags))
+    startup.simulate_devices(flags.cpu_devices, device_count(flags))
     with read_environment():
         jax.devices()
     startup.use_compilation_cache()

@@ -657,15 +657,20 @@ def test_jax_is_not_imported_and_nothing_is_written(tmp_path, flag):
 
 def test_devices_of_a_program_that_has_started_jax_distributed(monkeypatch):
     """The environment says how many this process simulates, and nothing of the others: jax is
-    believed alone."""
+    believed alone. So it is where it has devices, here eight."""
     import jax
 
+    monkeypatch.setattr(cli, "has_devices", lambda: False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     with pytest.raises(cli.FlagsError, match=DEVICES_1):
         parse()
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with monkeypatch.context() as changed:
+        changed.setattr(jax.distributed, "is_initialized", lambda: True)
+        parse()
+    monkeypatch.undo()
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     parse()
 
 

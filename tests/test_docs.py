@@ -409,7 +409,7 @@ PATH = re.compile(
 )
 # Paths that users give or get. Names in capitals stand for any name. The log and the changelog are
 # not checked: their entries are as old as their day.
-EXAMPLES = {"run.py", "mine/run.py", "planned.py", "crd.yaml", "path/file.py"}
+EXAMPLES = {"run.py", "mine.py", "mine/run.py", "planned.py", "crd.yaml", "path/file.py"}
 HISTORY = ("docs/log", "CHANGELOG.md")
 
 

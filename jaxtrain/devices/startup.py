@@ -53,36 +53,15 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
     from jaxtrain.devices import cluster
 
     settings: Any = jax.config  # its attributes have no declared types
-    asked = (
-        "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"]
-        or settings.jax_num_cpu_devices >= 0
-    )
-    if has_devices():
-        asked = True
-        check_cpu_devices(namespace.cpu_devices)
-    elif namespace.cpu_devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", namespace.cpu_devices)
-    elif (
-        not asked
-        and not several_processes(namespace, os.environ)
-        and not jax.distributed.is_initialized()
-    ):
-        # This is the number of devices of jax's CPU platform alone: beside an accelerator it
-        # changes nothing.
-        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+    several = several_processes(namespace, os.environ) or jax.distributed.is_initialized()
+    chosen = simulate_devices(namespace.cpu_devices, 0 if several else SIMULATED_DEVICES)
     cluster.initialize(namespace)
     if config and jax.distributed.is_initialized():
         cluster.agree(alike(namespace, config, os.environ, settings.values))
     with read_environment():
         cluster.check_devices()
     use_compilation_cache()
-    if (
-        not asked
-        and not namespace.cpu_devices
-        and jax.process_count() == 1
-        and jax.default_backend() == "cpu"
-    ):
+    if chosen and jax.process_count() == 1 and jax.default_backend() == "cpu":
         streams.log(
             f"no accelerator found: simulating {jax.device_count()} CPU devices "
             "(--cpu_devices=N for another number)"
@@ -96,19 +75,36 @@ def has_devices() -> bool:
     return bool(bridge and bridge.backends_are_initialized())
 
 
-def check_cpu_devices(asked: int) -> None:
-    """Raises UsageError if this process, which has used jax, has other devices than so many
-    simulated ones. asked: 0 for whatever there is"""
+def simulate_devices(asked: int, by_default: int) -> bool:
+    """Tells jax how many CPU devices to simulate, and returns True if that is `by_default`, which
+    it is where nobody has asked for a number. Beside an accelerator the default changes nothing.
+
+    asked: as of --cpu_devices, 0 for none; by_default: 0 leaves the number to jax
+
+    Raises UsageError if this process has used jax, and has other devices than those asked for.
+    """
     import jax
 
-    count, platform = jax.local_device_count(), jax.default_backend()
-    if asked and (platform, count) != ("cpu", asked):
-        raise UsageError(
-            f"--cpu_devices={asked}: this process has used jax already, and has {count} {platform} "
-            f"device{'s'[: count > 1]}",
-            {"cpu_devices": count if platform == "cpu" else 0},
-            advice="here, or a new process (of a notebook, a new kernel)",
-        )
+    settings: Any = jax.config  # its attributes have no declared types
+    if has_devices():
+        count, platform = jax.local_device_count(), jax.default_backend()
+        if asked and (platform, count) != ("cpu", asked):
+            raise UsageError(
+                f"--cpu_devices={asked}: this process has used jax already, and has {count} "
+                f"{platform} device{'s'[: count > 1]}",
+                {"cpu_devices": count if platform == "cpu" else 0},
+                advice="here, or a new process (of a notebook, a new kernel)",
+            )
+        return False
+    if asked:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", asked)
+        return False
+    in_environment = "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"]
+    if in_environment or settings.jax_num_cpu_devices >= 0 or not by_default:
+        return False
+    jax.config.update("jax_num_cpu_devices", by_default)
+    return True
 
 
 # Files of a machine with an accelerator → its name, and the extra of jax's package for it.

@@ -208,20 +208,21 @@ def _rows(tokens: jax.Array, rows: int, begin=0) -> jax.Array:
     return jnp.where((local >= 0) & (local < rows), local, rows)
 
 
-def _take(table: jax.Array, rows: jax.Array) -> jax.Array:
-    return table.at[rows].get(mode="fill", fill_value=0)
+def take(table: jax.Array, index: jax.Array) -> jax.Array:
+    """The entries of an array at these indices; zeros for an index that is out of bounds."""
+    return table.at[index].get(mode="fill", fill_value=0)
 
 
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """table [V, D], tokens int32 [batch, T] → [batch, T, D], split along T where the vocabulary is
     split; zero for a token that is not in the table."""
     if not is_split("vocab"):
-        return _take(table, _rows(tokens, table.shape[0]))
+        return take(table, _rows(tokens, table.shape[0]))
 
     def local(part, tokens):
         rows = part.shape[0]
         return psum_scatter(
-            _take(part, _rows(tokens, rows, lax.axis_index(MODEL) * rows)), MODEL, dim=1
+            take(part, _rows(tokens, rows, lax.axis_index(MODEL) * rows)), MODEL, dim=1
         )
 
     return over_model(local, (P(MODEL), P()), P(None, MODEL))(table, tokens)

@@ -177,6 +177,8 @@ def reduction_of(
     )
 
 
+# Collectives over `data` run on each device's part over `model`. With the partitioner in charge of
+# `model` one of these would first gather the array over `model` (devices/mesh.py: over_model).
 def _on_parts(fn: Callable, split: PartitionSpec, x: jax.Array) -> jax.Array:
     return over_model(fn, (split,), split)(x)
 
@@ -211,16 +213,20 @@ def in_order(sums: jax.Array, reduction: Reduction) -> jax.Array:
 
 def gather(part, reduction: Reduction):
     """A parameter of stage 3, an array or quantized, all-gathered over its `shard_axes`."""
-    axes = reduction.shard_axes
+    return mapped(lambda array: _gathered(array, reduction, reduction.shard_axes), part)
+
+
+def gather_stored(part: jax.Array, reduction: Reduction) -> jax.Array:
+    """An array laid out by `storage`, all-gathered: laid out by `unsharded`."""
+    return _gathered(part, reduction, reduction.scatter_axes)
+
+
+def _gathered(part: jax.Array, reduction: Reduction, axes: tuple[str, ...]) -> jax.Array:
     if not axes:
         return part
-
-    def gather_array(part: jax.Array) -> jax.Array:
-        dim = reduction.axis(part.ndim)
-        gather = lambda a: lax.all_gather(a, axes, axis=dim, tiled=True)
-        return _on_parts(gather, _model_split(reduction, part), part)
-
-    return mapped(gather_array, part)
+    dim = reduction.axis(part.ndim)
+    all_gather = lambda a: lax.all_gather(a, axes, axis=dim, tiled=True)
+    return _on_parts(all_gather, _model_split(reduction, part), part)
 
 
 def reduce(
@@ -240,16 +246,6 @@ def reduce(
         return sum_inside_first(part, sums).astype(jnp.float32)
 
     return _on_parts(move, _model_split(reduction, gradient), gradient)
-
-
-def gather_stored(part: jax.Array, reduction: Reduction) -> jax.Array:
-    """An array laid out by `storage`, all-gathered: laid out by `unsharded`."""
-    axes = reduction.scatter_axes
-    if not axes:
-        return part
-    dim = reduction.axis(part.ndim)
-    gather = lambda a: lax.all_gather(a, axes, axis=dim, tiled=True)
-    return _on_parts(gather, _model_split(reduction, part), part)
 
 
 def sum_of_squares(shard: jax.Array, storage: PartitionSpec, sizes: Mapping[str, int]) -> jax.Array:
@@ -292,6 +288,7 @@ def norms_of(squares: Sequence[jax.Array]) -> jax.Array:
 def reduce_in_op(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
     """A microbatch's gradient, summed over its `shard_axes`: this device's shard. Without such axes
     it stays as it is."""
+    # Only these axes are inside a stage: devices of one stage are in the same op at the same time.
     axes = reduction.shard_axes
     return reduce(gradient, reduction, dtype, axes) if axes else gradient
 

@@ -1,6 +1,10 @@
 """Embedding, head and loss of one microbatch inside the runtime's manual region, with their
 gradients.
 
+Begin with the public methods of `EmbeddingAndHead`: `embed` and `embed_gradient`, `loss` (in
+evaluation) and `loss_and_gradients`. Before the class are the functions for parameters and sums
+that ZeRO shards. The vocabulary lies on the stages in one of two ways:
+
 end stages    the first unit's stage computes the embedding, the last unit's stage the head; every
               stage has both tables in memory
 parallel      the tables' rows are split over stage × model, and all stages compute an op together,
@@ -12,7 +16,7 @@ parallel      the tables' rows are split over stage × model, and all stages com
 Dense layers before the first unit run in the embedding's op, and are recomputed in that of its
 gradient. If the model predicts tokens beyond the next (DeepSeek-V3, arXiv:2412.19437, section 2.2),
 these modules run in the head's op, forward and backward, with the model's embedding and output
-matrix. In both cases the vocabulary is on the end stages.
+matrix. With either of them the vocabulary is on the end stages.
 """
 
 import dataclasses
@@ -57,9 +61,10 @@ def take(a, i):
 
 def look_ahead(batch: Tree, depth: int) -> Tree:
     """A batch of full sequences [..., T] with what the modules of multi-token prediction need, if
-    there are any, under "mtp": for module d = "0", "1", … the tokens d + 1 places on, and the
-    targets and weights of those places. The weights are 0 where a document or the sequence ends
-    before."""
+    there are any, under "mtp": for module d = "0", "1", … the tokens d + 1 positions later, with
+    their targets and weights. The weights are 0 where a document or the sequence ends before."""
+    # Tokens a b c d with targets b c d e: module "0" gets tokens b c d 0 and targets c d e 0, so at
+    # position 0 it reads b and predicts c, the second token after a.
     modules = {}
     for d in range(depth):
         later = lambda a, d=d: jnp.pad(a[..., d + 1 :], (*[(0, 0)] * (a.ndim - 1), (0, d + 1)))
@@ -147,8 +152,11 @@ def _gathered(zero: Zero, params, reductions):
 def _opened(zero: Zero, sums, reductions, specs, mesh_sizes: Mapping[str, int]):
     """An accumulator for a microbatch's gradients: the sums, or zeros of the full shape where the
     sums are this device's shards. `_closed` is its reverse."""
+    # Gradients of all chunks of tokens are added up in full, and reduced once for the microbatch:
+    # one collective for each parameter, and none inside the loop over chunks.
 
     def zeros(a, reduction, spec):
+        # A parameter of which no dimension divides is not sharded, and reduced after the step.
         if not reduction.shard_axes:
             return a
         shape = unsharded_shape(a.shape, reduction, mesh_sizes)
@@ -178,9 +186,10 @@ def _added(zero: Zero, sums, gradients, reductions):
 
 
 def _in_turn(zero: Zero, reduced, gradients):
-    """Both, of which the gradients wait for the sums that were reduced before them, where each is
-    reduced in its op. Else XLA's GPU compiler joins all collectives to one at the op's end, which
-    overlaps with no product."""
+    """Both; where each is reduced in its op, the gradients wait for the sums that were reduced
+    before them."""
+    # XLA's GPU compiler would join all collectives to one at the op's end, which overlaps with no
+    # product.
     if not zero.reduces_in_ops:
         return reduced, gradients
     return lax.optimization_barrier((reduced, gradients))
@@ -191,13 +200,13 @@ class EmbeddingAndHead:
     """The ops before the first and after the last unit.
 
     first_stage, last_stage: the stages of the model's first and last unit
-    shared: all stages do an op together, each with its part of the vocabulary. Arrays that only the
-        first or the last stage has may hold anything on the others, and results are right on all
-        stages
+    shared: all stages do an op together, each with its rows of the vocabulary. Arguments that only
+        the first or the last stage has may have any value on the others, and results are valid on
+        all stages
     loss_chunk: tokens whose logits may exist at a time
     dtype: of activations
-    zero, reductions: which part of the parameters before and after the layers is on this device,
-        and which of their gradients stays
+    zero, reductions: how parameters before and after the layers are sharded, and their gradients
+        reduced
     mesh_sizes: axis of the mesh → its size
 
     The methods take the microbatch's index, a traced int32. x, y and gradients g are activations
@@ -226,14 +235,19 @@ class EmbeddingAndHead:
 
     def _on_stage(self, x, stage: int):
         """The array on one stage, zeros on the others."""
+        # A collective over `stage` takes an array of every stage, and the others' is of another
+        # microbatch or not filled.
         return jnp.where(lax.axis_index(STAGE) == stage, x, jnp.zeros_like(x)) if self.shared else x
 
     def _first_row(self, table):
-        """The row of the vocabulary at which this stage's part of a table begins."""
+        """The row of the vocabulary at which this stage's rows of a table begin."""
         return lax.axis_index(STAGE) * table.shape[0] if self.shared else 0
 
     def _lookup(self, embed: Tree, tokens):
-        """The tokens' vectors of this stage's part of the table."""
+        """The tokens' vectors from this stage's rows of the table; zeros for tokens of other
+        rows."""
+        # Where ZeRO shards the table's columns, vectors travel and not the table: each device reads
+        # its columns for the tokens of all, and an all-to-all gives each its sequences' vectors.
         axes = self._table_axes if self.zero.gathers_in_ops else ()
         local = (gather_sequences(tokens, axes) if axes else tokens) - self._first_row(
             embed["table"]
@@ -250,6 +264,7 @@ class EmbeddingAndHead:
         """The table's sums with the gradient of `_lookup`."""
         first_row, g, tokens = self._first_row(table), lookup.gradient, lookup.tokens
         axes = self._table_axes if self.zero.reduces_in_ops else ()
+        # the reverse of the all-to-all in `_lookup`: a device has the sums of its columns
         if axes:
             g, tokens = sequences_to_columns(g, axes), gather_sequences(tokens, axes)
         return add_lookup_gradient(table, tokens - first_row, g)
@@ -260,6 +275,7 @@ class EmbeddingAndHead:
         """The first unit's input."""
         x = self._embedded(constants, microbatch)
         extra = positions_and_segments(constants.batch, microbatch)
+        # Each dense layer has arrays of its own and no stack, so there is no loop over them.
         for i in self._dense_layers:
             x = self._dense_layer(i, extra, self._dense_params(constants, i), x)
         return x
@@ -295,6 +311,7 @@ class EmbeddingAndHead:
         tokens = take(constants.batch["tokens"], microbatch)
         positions = _positions(constants.batch, microbatch)
         dense, embed = sums.first, dict(sums.embed)
+        # the reverse of `embed`: first the dense layers, then the lookup
         if dense:
             dense, g = self._add_dense(dense, constants, microbatch, g)
         lookup = _Lookup(tokens, self._broadcast(g, self.first_stage))
@@ -308,6 +325,8 @@ class EmbeddingAndHead:
                 self.parts.specs["embed"]["positions"],
                 self.mesh_sizes,
             )
+            # Every stage has the positions' table. The first one alone adds to its sums, which are
+            # added up over `stage` after the step.
             added = add_position_gradient(opened, positions, self._on_stage(g, self.first_stage))
             embed["positions"] = _closed(self.zero, before, added, reduction)
         return ModelTree(embed=embed, first=dense)
@@ -315,6 +334,8 @@ class EmbeddingAndHead:
     def _add_dense(self, sums: Tree, constants: Constants, microbatch, g) -> tuple[Tree, jax.Array]:
         """Returns (the sums with the gradients of the dense layers, which are recomputed; the
         gradient of the first one's input)."""
+        # The embedding's op has no slots for residuals, so the layers' forward runs again from the
+        # tokens.
         backward, x = [], self._embedded(constants, microbatch)
         extra = positions_and_segments(constants.batch, microbatch)
         for i in self._dense_layers:
@@ -383,6 +404,7 @@ class EmbeddingAndHead:
 
         Of the state it reads and changes `loss`, `mtp_loss` and `gradients`.
         """
+        # The loss and its gradients are one op: no logits wait for a backward.
         params, sums = self._head_params(constants), self._head_tree(state.gradients)
         head, inputs = self._output_head(params), self._loss_inputs(constants.batch, microbatch, y)
         reductions = self._head_tree(self.reductions)
@@ -405,6 +427,8 @@ class EmbeddingAndHead:
         gradients = dataclasses.replace(
             state.gradients, embed=embed, head=sums.head, predictors=predictors
         )
+        # All stages of a shared vocabulary have the same loss, and losses are added up over `stage`
+        # after the step. The gradient of y is a sum over the stages' rows of the vocabulary.
         loss = state.loss + self._on_stage(loss, self.last_stage)
         state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss, gradients=gradients)
         return state, self._sum(g)
@@ -432,6 +456,8 @@ class EmbeddingAndHead:
         )
         all_reductions, embed = self.reductions.predictors, constants.params.embed
         loss, stream, norm = state.mtp_loss, y, params.head["norm"]
+        # Forward through the modules, each followed at once by its loss and the gradients of that:
+        # logits of one module exist at a time.
         modules: list[_Module] = []
         for d in map(str, range(self.parts.cfg.mtp_depth)):
             module = dict(_gathered(self.zero, constants.params.predictors[d], all_reductions[d]))
@@ -439,6 +465,8 @@ class EmbeddingAndHead:
             batch = {name: take(a, microbatch) for name, a in constants.batch["mtp"][d].items()}
             embedded = self._lookup(embed, batch["tokens"])
             stream, vjp = fp8.vjp(follow, module, norm_before, stream, embedded)
+            # The output matrix is the head's, with the sums of all modules; the norm is the
+            # module's own, whose gradient is in `added` alone.
             opened = head_sums.with_norm(jax.tree.map(jnp.zeros_like, norm))
             inputs = LossInputs(stream, batch["targets"], batch["weights"])
             added_loss, added, by_stream = loss_and_gradients(
@@ -446,6 +474,8 @@ class EmbeddingAndHead:
             )
             loss, head_sums = loss + added_loss, added.with_norm(head_sums.head["norm"])
             modules.append(_Module(d, batch["tokens"], vjp, by_stream, added.head["norm"]))
+        # Backward from the last module to the first. `by_next` is the gradient of a module's stream
+        # by the module after it, `norm_by_next` that of its norm.
         sums, lookups, by_next = dict(state.gradients.predictors), [], jnp.zeros_like(stream)
         norm_by_next = jax.tree.map(jnp.zeros_like, norm)
         for name, tokens, backward, by_stream, by_norm in reversed(modules):

@@ -1,7 +1,11 @@
-"""Equations of a traced layer: their evaluation, what they have inside, and one flat list of
-them."""
+"""Equations of a traced layer: their evaluation, the kinds of them, and one flat list of them.
+
+`inline` makes the flat list. `has` and `is_only` ask which primitives an equation consists of, and
+the sets of names below are the kinds that the cut of a layer tells apart.
+"""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
@@ -11,6 +15,7 @@ from jax.extend.core import Literal
 from jaxtrain.devices.mesh import DEVICE_PART
 from jaxtrain.parallel.attention import causal
 from jaxtrain.parallel.experts.filled_rows import FILLED_ROWS, ROWS_IN_ORDER
+from jaxtrain.parallel.fp8 import BITS
 
 ELEMENTWISE = frozenset({FILLED_ROWS})  # work on filled rows
 ON_ROWS = ELEMENTWISE | {ROWS_IN_ORDER}
@@ -22,6 +27,22 @@ MESSAGES = frozenset({"all_to_all", "ragged_all_to_all"})
 KERNELS = frozenset(
     "while pallas_call dot_product_attention_fwd dot_product_attention_fwd_wrapper".split()
 )
+# Values that cost no arithmetic: their operands are saved in their place.
+VIEWS = frozenset(
+    "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice split "
+    "concatenate sharding_constraint layout_constraint "
+    "all_gather "  # costs no arithmetic either: a device saves its own shard
+    "eq ne ge gt le lt and or not optimization_barrier "
+    "one_minus_square".split()  # of tanh, which a GELU's gradient needs in any case
+)
+# Values that cost one pass over their operands, which XLA fuses with what reads them: they are not
+# saved if all of their operands are.
+CHEAP = VIEWS | frozenset(
+    "add sub mul div max min select_n integer_pow square one_minus_square "
+    "convert_element_type bitcast_convert_type add_any name".split()
+)
+GATHERS = frozenset({"all_gather"})
+RINGS = frozenset({"ppermute"})
 CALLS = frozenset(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
     "remat2 checkpoint".split()
@@ -147,6 +168,30 @@ def is_on_rows(equation, names: frozenset = ON_ROWS) -> bool:
         and any(_is_filled_rows_call(e, names) for inner in inside(equation) for e in inner.eqns)
         and not has(equation, MESSAGES | PRODUCTS | KERNELS)
     )
+
+
+def is_view(equation) -> bool:
+    """True if the results have no more bytes of information than the operands, and cost no
+    arithmetic."""
+    if equation.primitive.name == "convert_element_type":  # the narrower of the two crosses
+        return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
+    if equation.primitive.name == "bitcast_convert_type":
+        return is_fp8(equation.invars[0])
+    return is_only(equation, VIEWS) or is_ring(equation)
+
+
+def is_ring(equation) -> bool:
+    """True for an all-gather by permutes (parallel/collective_matmul.py: ring_gather)."""
+    return is_part(equation) and has(equation, RINGS) and is_only(equation, VIEWS | RINGS)
+
+
+def is_fp8(atom) -> bool:
+    """True for numbers of FP8 in the form in which they are saved: bits."""
+    return bool(atom.aval.dtype == BITS)
+
+
+def size_in_bytes(atoms: Iterable) -> int:
+    return sum(math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in atoms)
 
 
 def inside(equation) -> Iterator:

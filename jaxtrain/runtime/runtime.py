@@ -143,6 +143,7 @@ class Runtime:
           batch: tokens, targets int32 and weights float32, [microbatches, sequences, T]; and
             segments, positions int32 if tokens attend within their document.
         """
+        # P(): a loss is summed over all devices, so each has the same.
         columns, out_specs = self._columns(batch), Losses(P(), P())
         return self._in_manual_region(self._losses, params, batch, columns, out_specs)
 
@@ -157,6 +158,7 @@ class Runtime:
             None: the table's.
         """
         losses = Losses(P(), P(), P() if self.parts.cfg.mtp_depth else None)
+        # before sequences are split over `context`: the next token may be on another device
         batch = look_ahead(batch, self.parts.cfg.mtp_depth)
         columns = self._columns(batch) if columns is None else columns
         out_specs = LossesAndGradients(losses, self._parameters.gradient_specs().present())
@@ -177,8 +179,7 @@ class Runtime:
         specs = values_specs(held, self.reductions)
         mtp_loss = P() if self.parts.cfg.mtp_depth else None
         out_specs = StepsResults(P(), Losses(P(), P(), mtp_loss), P(), P(), specs)
-        body = functools.partial(self._several_steps, rules)
-        columns = self._columns(batch)
+        body, columns = functools.partial(self._several_steps, rules), self._columns(batch)
         return self._in_manual_region(body, params, batch, columns, out_specs, (held, specs))
 
     def slot_bytes(self, sequences: int, tokens: int, documents: bool) -> dict[str, SlotBytes]:
@@ -188,9 +189,8 @@ class Runtime:
         documents: a batch has segments and positions, so tokens attend within their document
         """
         message = (sequences, tokens, self.parts.cfg.width)
-        make = functools.partial(
-            self._units.ranges, message, examples(sequences, tokens, documents)
-        )
+        extra = examples(sequences, tokens, documents)
+        make = functools.partial(self._units.ranges, message, extra)
         ranges = in_manual_region(make, self.mesh, self.collective_matmul, self.mesh)
         return self._units.slot_bytes(ranges, self.mesh.shape[MODEL])
 
@@ -225,8 +225,7 @@ class Runtime:
         return _tick_table(self.slotted, self.zero) if self.slotted else None
 
     def _columns(self, batch: dict) -> TickColumns:
-        """The table's columns, int32 [ticks, stages]; with one stage, a tick for each
-        microbatch."""
+        """int32 [ticks, stages]: the table's; with one stage, a tick for each microbatch."""
         if self._ticks is not None:
             return self._ticks.columns
         return TickColumns(np.arange(batch["tokens"].shape[0], dtype=np.int32)[:, None])
@@ -310,7 +309,8 @@ class Runtime:
         columns: TickColumns,
         held: ValuesAndOptimizer,
     ) -> StepsResults:
-        steps = self._steps
+        assert self.slotted
+        steps = self.slotted.table.steps
         constants, tokens = self._constants(params, batch)
         loss, mtp_loss = jnp.zeros(steps), jnp.zeros(steps) if self.parts.cfg.mtp_depth else None
         sums = self._parameters.zero_sums(constants.params)
@@ -330,10 +330,6 @@ class Runtime:
             checks.accepted_steps, losses, gradient_norms, norms, updates.end(state)
         )
 
-    @property
-    def _steps(self) -> int:
-        return self.slotted.table.steps if self.slotted else 1
-
     def _sum(self, loss: jax.Array) -> jax.Array:
         """The sum of a loss over all devices that have a term of it."""
         return psum(loss, (*replicas.sum_axes(self.independent_replicas), STAGE))
@@ -342,7 +338,8 @@ class Runtime:
         """Returns (the parameters in the compute type with the batch, whose weights are divided by
         their global sum; this sum)."""
         axes = replicas.sum_axes(self.independent_replicas)
-        batch, tokens = _weights_normalized(batch, self.parts.cfg, self._steps, axes)
+        steps = self.slotted.table.steps if self.slotted else 1
+        batch, tokens = _weights_normalized(batch, self.parts.cfg, steps, axes)
         return Constants(self._parameters.constants(params), batch), tokens
 
     def _scan(
@@ -390,6 +387,7 @@ class Runtime:
             LayerCollectives(self.zero, reductions.layers[str(unit)]),
             functools.partial(_extra_of_layer, cfg) if cfg.nope_layers else None,
         )
+        # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
         if self._ticks is None:
             one = Accumulate(ends, stack(0), constants)
             return (one.add_loss if state.gradients.head is None else one.add_gradients), state

@@ -69,7 +69,7 @@ class RuntimeLayer:
         params = jax.tree.map(self._shape_as_used, self.specs)
         # A device has memory for more rows of experts than arrive, on average for half of them.
         recomputed = ACTIVATIONS if self.parts.cfg.experts else frozenset()
-        return LayerSplit(self, params, x, extra, keep, recomputed, hosted)
+        return LayerSplit(self, params, x, extra, keep, recomputed).placed(hosted)
 
     def _shape_as_used(self, spec: Spec) -> Any:
         """The shape of one parameter in the form that products take, unsharded."""
@@ -195,7 +195,8 @@ def saved_bytes(
 
     def splits() -> list[LayerSplit]:
         everything = layer.split(shape, extra, keep_everything, host_rule("none", ()))
-        return [everything, everything.recut(keep_rule(mode, save), host_rule(mode, save))]
+        saved = everything.recut(keep_rule(mode, save)).placed(host_rule(mode, save))
+        return [everything, saved]
 
     # a thread of its own is in no mesh and no trace of the caller
     with ThreadPoolExecutor(1) as alone:

@@ -125,6 +125,7 @@ class UnitPlan:
     def ranges(self, message: tuple[int, ...], extra) -> list[LayerRange]:
         """The layers of a unit by what they save: the recomputed ones, which are the lowest, and
         those that save everything."""
+        # Stages may have fewer layers; the cut is the same in all, so that one program serves all.
         mode, most = self.remat.mode, max(self.sizes)
         recomputed = self.remat.recomputed(most)
         if not recomputed:
@@ -166,6 +167,7 @@ class UnitPlan:
     def pools(self, ranges: Sequence[LayerRange], message: tuple[int, ...]) -> Pools:
         """The pools that the table needs: a PoolArray for each array."""
         assert self.slotted
+        # An op's mask may name a pool of which the table uses no slot: each pool has at least one.
         slots = {pool: max(1, count) for pool, count in self.slotted.pool_sizes.items()}
 
         def messages(name: str, layers: int = 1) -> PoolArray:
@@ -174,8 +176,10 @@ class UnitPlan:
                 shape, self.layer.compute, on_host, None if on_host else (None, *SPLIT)
             )
 
+        # Evaluation has no backward that would read anything but the inputs of units.
         if self.slotted.table.forward_only:
             return Pools(messages("activation"))
+        # A slot has room for each layer of the largest unit: all units share a stage's pools.
         pools: dict[str, Any] = {name: messages(name) for name in ("activation", "gradient")}
         for layers in ranges:
             split, most = layers.split, layers.most(self.sizes)
@@ -252,6 +256,7 @@ class ParameterPlan:
 
     def zero_of(self, name: str) -> Zero:
         """ZeRO of the parameters in the part `name` of the model."""
+        # Embedding and head may be sharded (`parallel.ends`) where layers are not.
         return self.zero if name == "layers" else self.zero_of_ends
 
     def each(self, fn: Callable, *trees: ModelTree) -> ModelTree:
@@ -300,7 +305,8 @@ class ParameterPlan:
 
         def zeros(zero: Zero, spec: Spec, reduction: Reduction, parameter: Any) -> jax.Array:
             shape = parameter.shape
-            # The parameter is a shard where ops gather it, its sum is one where ops reduce it.
+            # A parameter is a shard where ops gather it; its sum is a shard where ops reduce
+            # gradients. Either may be without the other, so the shape goes by the full one.
             if zero.gathers_in_ops:
                 shape = unsharded_shape(shape, reduction, self.mesh_sizes)
             if zero.reduces_in_ops:
@@ -311,6 +317,7 @@ class ParameterPlan:
 
     def zero_shards(self, sums: ModelTree) -> ModelTree:
         """Zeros for `TickState.reduced`, where the last W reduces the layers' sums."""
+        # The sums stay unsharded until the last W, which leaves the reduced shards here.
         if not self.zero.reduces_in_last:
             return ModelTree()
 
@@ -332,13 +339,16 @@ class ParameterPlan:
     def _reduced(self, name: str, reduction: Reduction, sums: jax.Array) -> jax.Array:
         """A gradient of the part `name` of the model, reduced over the axes over which no op has
         reduced it."""
+        # Ops reduce over the axes that shard the parameter, and `reduce_rest` over the others. The
+        # last W reduces the gradients of layers alone.
         zero = self.zero_of(name)
         in_ops = zero.reduces_in_ops or (zero.reduces_in_last and name == "layers")
         return (reduce_rest if in_ops else reduce)(sums, reduction, zero.dtype)
 
 
 def _sharded_zeros(shape: tuple[int, ...], spec: Spec) -> jax.Array:
-    """Zeros for a parameter's sums. Without the constraint the partitioner may replicate them over
-    `model`, and gather every gradient that is added."""
+    """Zeros for the sums of a parameter's gradients, or of a stack of such parameters."""
+    # Without the constraint the partitioner gathers full gradients over `model` before they are
+    # reduced over `data`. Dimensions in front of the specification's are those of a stack.
     axes = (*(None for _ in shape[len(spec.axes) :]), *spec.axes)
     return constrain(jnp.zeros(shape, jnp.float32), axes)

@@ -82,11 +82,13 @@ def tick_ops(
     steps
     """
     copies, end_ops = ticks.copies, EndOps(ends, ticks.slotted.table, stage)
+    # The order in this list means nothing: a tick has the order of tick.py, by name.
     ops = [copy_op(each) for each in (*copies.takes, *copies.sends, *copies.stays)]
     ops += [op for stack in stacks for op in unit_ops(stack, ticks)]
     for name, (kind, unit, b_unit) in ticks.overlapped.items():
         ops.append(overlapped_op(name, kind, (stacks[unit], stacks[b_unit]), ops, ticks))
     ops += end_ops.ops()
+    # The masks of the updates name the parameters in the state already.
     if updates:
         ops = [_reading_state(op) for op in ops] + update_ops(updates)
     by_name: dict[str, list[TickOp]] = {}
@@ -111,6 +113,7 @@ def unit_ops(stack: LayerStack, ticks: TickTable) -> list[TickOp]:
 
     def op(kind: str, compute: Callable, last: bool | None = None, **state) -> TickOp:
         def run(state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+            # The microbatch differs from tick to tick, so its positions are read inside the op.
             extra = positions_and_segments(constants.batch, columns.microbatch)
             params = constants.params.layers[stack.unit]
             return compute(Cell(stack, params, extra, columns.slots), state)
@@ -125,16 +128,21 @@ def unit_ops(stack: LayerStack, ticks: TickTable) -> list[TickOp]:
     both, inputs = merged(residuals, saved), Pools(activation=True)
     stashes = Pools(gradient=True, weight_stash=True, saved_stash=True)
     weights = Pools(residual_w=True, weight_stash=True, saved_w=True, saved_stash=True)
+    # F leaves nothing where R makes all residuals again. It leaves inputs of layers where R starts
+    # from each, and residuals of the layers that R does not recompute.
     if stack.saves_in_f and not ticks.slotted.table.forward_only:
         left = Pools(activation=True, layer_input=stack.saves_inputs or None)
         f = op("F", saving("F"), pools=merged(saved, left), buffers=output)
     else:
         f = op("F", forward, pools=inputs, buffers=output)
+    # K is the F of a unit that no R follows, such as the last one, whose B comes next.
     k = op("K", saving("K"), pools=merged(both, inputs), buffers=output)
     if stack.saves_inputs:
         r = op("R", recompute, pools=merged(residuals, Pools(layer_input=True)))
     else:
         r = op("R", saving("R"), pools=merged(residuals, inputs))
+    # B is the last reader of residual_b and saved_b. The stashes have the arrays that W needs of B,
+    # for W may be many ticks later.
     b = op("B", input_gradient_op, pools=merged(both, stashes), buffers=input_gradient)
     w = op("W", weight_gradient, gradients=one_unit, pools=weights)
     if not stack.reduces_in_last:
@@ -156,6 +164,8 @@ def overlapped_op(
     """FB or KB: the op `kind` of the first stack's unit and B of the second one's at once. ops:
     those of each unit"""
     unit, b_unit = (int(stack.unit) for stack in stacks)
+    # One op uses the fields of both. Neither reads a field that the other writes, except pools, in
+    # which F and B have different slots.
     by_name = {op.name: op for op in ops}
     f, b = by_name[cell_op(kind, unit)], by_name[cell_op("B", b_unit)]
     buffers = ticks.result_buffers[Op.F, unit], ticks.result_buffers[Op.B, b_unit]
@@ -165,6 +175,7 @@ def overlapped_op(
 
 def update_ops(updates: Updates) -> list[TickOp]:
     """The optimizer's updates and the check of a step."""
+    # An update changes the parameters of its group, and its sums, which begin again at zero.
     layers = ModelTree(layers=True)
     ends = ModelTree(**dict.fromkeys(updates.ends.names, True))
     return [
@@ -190,8 +201,9 @@ def update_ops(updates: Updates) -> list[TickOp]:
 
 
 def _reading_state(op: TickOp) -> TickOp:
-    """The op with its parameters from the state, where updates change them. It carries them through
-    its loop, or XLA copies them before the update overwrites them."""
+    """The op with its parameters from the state, where updates change them."""
+    # The op's loop carries them, though it only reads them: else nothing orders it before the
+    # update that overwrites them, and XLA copies them.
     read = op.constants.params
 
     def run(state: TickState, constants: Constants, columns: TickColumns) -> TickState:
@@ -231,7 +243,7 @@ class Cell:
 
 
 def forward(cell: Cell, state: TickState) -> TickState:
-    """F that saves nothing: R recomputes all layers from the unit's input, or it is an
+    """F that leaves nothing: R recomputes all layers from the unit's input, or it is an
     evaluation."""
     x = read_at(state.pools.activation, cell.slots.activation)
     y = cell.stack.output(cell.params, x, cell.extra)
@@ -242,6 +254,7 @@ def forward_saving(kind: str, cell: Cell, state: TickState) -> TickState:
     """F, K or R: the state with the unit's residuals that the op leaves, and with its output where
     the op (not R) has a buffer for it."""
     x = read_at(state.pools.activation, cell.slots.activation)
+    # R has no buffer for y, so XLA leaves out the products that only y needs.
     y, pools = cell.stack.output_and_residuals(
         cell.params, x, cell.extra, state.pools, cell.slots, kind
     )
@@ -354,6 +367,8 @@ class EndOps:
     def _on_stage(self, result: jax.Array, before: jax.Array, stage: int) -> jax.Array:
         """The result of an op that all stages share on `stage`; on the others `before`, the value
         that is in its slot."""
+        # All stages of a shared vocabulary run the op with the same slot. On all but the end stage
+        # this slot may have another value, which must stay.
         if not self.ends.shared:
             return result
         return jnp.where(self.stage == stage, result.astype(before.dtype), before)
@@ -387,6 +402,7 @@ class EndOps:
         unit's output in its slot."""
         slot, pools = columns.slots.head_gradient, state.pools
         y = read_at(pools.activation, columns.slots.head_activation)
+        # A table of several steps has the losses of each: [steps]. A microbatch adds to its step's.
         of_all, microbatch = state, columns.head_microbatch
         if self.table.steps > 1:
             step = microbatch // self.table.microbatches_per_step

@@ -80,8 +80,10 @@ class Pools:
         do not
     """
 
+    # messages, which arrive from another stage or stay on this one
     activation: Maskable = None
     gradient: Maskable = None
+    # what ops of one unit and microbatch leave for each other, for each of its layers
     layer_input: Maskable = None
     residual_b: Maskable = None
     residual_w: Maskable = None
@@ -145,10 +147,12 @@ class TickState:
 
     loss: Maskable = None
     mtp_loss: Maskable = None
+    # added to by the cells' W, the head and the embedding's gradient
     gradients: ModelTree = ModelTree()
     reduced: ModelTree = ModelTree()
     pools: Pools = Pools()
     buffers: dict[str, Maskable] = dataclasses.field(default_factory=dict)
+    # only in a table of several steps
     params: ModelTree = ModelTree()
     layers: GroupState | Maskable = None
     ends: GroupState | Maskable = None
@@ -158,6 +162,7 @@ class TickState:
 def only(tree, mask):
     """The values of the tree that have True in the mask; None in place of all others, and no key in
     dicts."""
+    # Below a True of the mask all arrays are selected, whatever tree they are in.
     if dataclasses.is_dataclass(mask):
         return type(mask)(**{name: only(getattr(tree, name), m) for name, m in vars(mask).items()})
     if isinstance(mask, dict):
@@ -167,6 +172,7 @@ def only(tree, mask):
 
 def merged(tree, changes):
     """The tree with the values of `changes`; where these are None or missing, the tree's stay."""
+    # A dict is merged by key: an op of one unit returns the trees of this unit alone.
     if dataclasses.is_dataclass(changes):
         values = {name: merged(getattr(tree, name), new) for name, new in vars(changes).items()}
         return type(changes)(**values)

@@ -125,9 +125,11 @@ class GroupUpdate:
             {name: getattr(tree, name) for name in self.names}
             for tree in (self.parameters.specs, self.parameters.reductions, state.gradients)
         )
+        # From here on arrays are shards, as ZeRO lays them out: each device updates its own.
         dtype = self.parameters.zero.dtype
-        # The optimizer's state has the stages' dimension, so gradients and values get it, too.
+        # Values and the optimizer's state have the dimension of stages; the sums get it, too.
         gradients = jax.tree.map(lambda r, g: reduce(g, r, dtype), reductions, stage_added(sums))
+        # No norm of all gradients is known yet, and the rule neither clips nor skips.
         values, optimizer = self.rule(gradients, group.optimizer, group.values)
         squares = jax.tree.map(
             lambda r, before, *arrays: _with_squares(before, r, arrays, step),
@@ -157,6 +159,8 @@ class GroupUpdate:
 
 def _with_squares(squares: jax.Array, reduction: Reduction, arrays, step: jax.Array) -> jax.Array:
     """The sums of squares of all steps, with those of one step's gradient and updated value."""
+    # One number for each device of `model`; the sum over devices is in `check`, one collective for
+    # all parameters of both groups.
     new = jnp.stack([stored_squares(a, reduction) for a in arrays])[:, None]
     return lax.dynamic_update_slice_in_dim(squares, new, step, 1)
 
@@ -231,6 +235,8 @@ class Updates:
         """The values and the optimizer's state after the accepted steps, from the state after the
         last tick."""
 
+        # A rejected step has ended the table, so `before` is from before this step; otherwise the
+        # last update was accepted.
         def accepted(group: GroupState) -> tuple[Tree, Any]:
             return jax.tree.map(
                 lambda before, after: jnp.where(state.checks.rejected, before, after),

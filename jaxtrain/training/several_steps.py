@@ -48,12 +48,12 @@ class StepsTogether:
         # The table updates each data shard's part of the parameters, as the update of one step does
         # it; ops read the gathered ones.
         values = jax.tree.map(lax.with_sharding_constraint, state.params, layout.scattered)
-        parts = ValuesAndOptimizer(
+        held = ValuesAndOptimizer(
             values,
             self._part(state.optimizer, "layers"),
             self._part(state.optimizer, *self._ends),
         )
-        results = self.runtime.several_steps(state.params, parts, batch, self._rules)
+        results = self.runtime.several_steps(state.params, held, batch, self._rules)
         after = dataclasses.replace(
             state,
             params=layout.as_held(results.updated.values),
@@ -167,9 +167,9 @@ def train_several(together: StepsTogether) -> Train:
 
         begin = state, nothing, jnp.int32(0)
         tries = (alone == 0).astype(jnp.int32)
-        after, metrics, accepted = lax.fori_loop(0, tries, speculate, begin)
+        after, metrics, accepted_steps = lax.fori_loop(0, tries, speculate, begin)
 
-        # The ordinary step, from the state after the last accepted one on. Where all were accepted,
+        # The ordinary step, from the state after the last accepted step on. When all were accepted,
         # which is the rule, this loop has no trip.
         def step_alone(i, carry):
             before, metrics = carry
@@ -181,7 +181,7 @@ def train_several(together: StepsTogether) -> Train:
             }
 
         end = jnp.where(alone == 0, steps, alone)
-        return lax.fori_loop(accepted, end, step_alone, (after, metrics))
+        return lax.fori_loop(accepted_steps, end, step_alone, (after, metrics))
 
     return train
 

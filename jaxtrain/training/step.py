@@ -212,7 +212,7 @@ def make_layout(config: ResolvedConfig, mesh: Mesh, setup: Setup) -> ParameterLa
 
 
 def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) -> Step:
-    """The step of a resolved config on a mesh; nothing is compiled yet.
+    """The step of a config on a mesh; nothing is compiled yet.
 
     setup: the config's tables, built now if not given.
 

@@ -12,7 +12,7 @@ from jaxtrain.devices.mesh import AXES, EXPERT, make_mesh
 from jaxtrain.parallel.experts.placement import ExchangeGroup
 from jaxtrain.parallel.experts.transport import ragged_all_to_all
 
-DEVICES, MOST, ROOM = 4, 5, 18
+DEVICES, MOST, CAPACITY = 4, 5, 18
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, **names):
@@ -41,13 +41,13 @@ def test_ragged_rows(monkeypatch, way, fills):
     random = np.random.default_rng(0)
     travel = random.integers(0, MOST + 1, (DEVICES, DEVICES))
     travel[1, 2], travel[:, 3] = 0, [0, MOST, 0, 1]
-    rows = np.zeros((DEVICES, ROOM + 2, 2), np.float32)
+    rows = np.zeros((DEVICES, CAPACITY + 2, 2), np.float32)
     for s in range(DEVICES):
         number = travel[s].sum()
         rows[s, :number] = np.stack([np.full(number, s), np.arange(number)], 1) + 1
     mesh = make_mesh([DEVICES if axis == EXPERT else 1 for axis in AXES], jax.devices()[:DEVICES])
     group = ExchangeGroup(DEVICES)
-    move = lambda rows: ragged_all_to_all(rows, jnp.asarray(travel), ROOM, MOST, fills, group)
+    move = lambda rows: ragged_all_to_all(rows, jnp.asarray(travel), CAPACITY, MOST, fills, group)
     local = lambda rows: move(rows[0])[None]
     with jax.set_mesh(mesh):
         got = jax.jit(

@@ -25,9 +25,9 @@ from jaxtrain.parallel.attention.flash import MASKED, Inputs, Kernel, Residuals,
 
 # of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
 LEAST_KEYS = 1024
-LEAST_BLOCK = 64  # tokens
+LEAST_BLOCK = 64  # tokens: a smaller block's products are too small for a matmul unit
 MOST_BLOCKS = 1 << 15  # whose pairs an int32 counts
-SCORES = 1 << 24  # at a time, over the batch and the heads
+SCORES = 1 << 24  # at a time, over the batch and the heads: 64 MB in float32
 
 
 def block_size(batch_heads: int, chunk: int, keys: int) -> int:
@@ -83,6 +83,7 @@ class _BlockPairs:
         a = a_BTNH.reshape(
             self.batch, -1, self.size, self.groups, self.heads // self.groups, *a_BTNH.shape[3:]
         )
+        # The query heads of a key/value head are rows of the same products.
         a = jnp.moveaxis(a, (1, 0, 3, 4, 2), range(5))
         return a.reshape(*a.shape[:3], -1, *a.shape[5:])
 

@@ -8,6 +8,8 @@ once, unless the batch has more than that. Only the results for its documents ar
 call. Its statistics for the backward are T numbers for each document that it can take; of these,
 the call returns only the numbers of the document's own tokens.
 
+Begin with `_forward` and `_in_calls`.
+
 For each document that a call can take, cuDNN launches blocks for T tokens, and its backward has a
 workspace of T · N · (8 · H + 4) bytes. With 32 for each sequence two sequences of `llama3_8b` had
 17.2 GB on an H100 (benchmarks/README.md).
@@ -40,7 +42,9 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from jaxtrain.parallel.attention.flash import Inputs, Kernel, Residuals
 
-DOCUMENTS = 8  # of a sequence, on average, in a call
+# Documents of a sequence, on average, in a call: workspace and launches grow with this number, and
+# a batch with more documents takes another call.
+DOCUMENTS = 8
 # Parameters of the primitives: no dropout, no bias, and no score modifier of jax 0.12.
 COMMON: dict[str, Any] = {
     "seed": 42,
@@ -58,6 +62,7 @@ PRESENT: dict[str, Any] = {
 }
 
 
+# For programs that are compiled ahead of time, on a machine without a GPU.
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
     """A context in which jax finds cuDNN and an H100, which this machine need not have."""
@@ -97,6 +102,7 @@ class _Documents:
 
 def _numbers(segments_BT: jax.Array) -> jax.Array:
     """The document of each token, counted through the batch from 0, int32 [B, T]."""
+    # A sequence begins with a document of its own, whatever the number of the one before.
     begins = segments_BT[:, 1:] != segments_BT[:, :-1]
     begins_BT = jnp.pad(begins, ((0, 0), (1, 0)), constant_values=True)
     return jnp.cumsum(begins_BT, dtype=jnp.int32).reshape(segments_BT.shape) - 1
@@ -116,6 +122,8 @@ def _documents(segments_BT: jax.Array, m: int, call: jax.Array | int = 0) -> _Do
     inside_BT = (number_BT >= 0) & (number_BT < b * m)
     document_BT = jnp.where(inside_BT, number_BT, b * m)
 
+    # Starts and lengths are scattered: the first token of a document writes where it begins, the
+    # last one how long it is.
     def write(selected_BT, shape: tuple[int, int], rest: int, x_BT) -> jax.Array:
         """An entry for each document; tokens of no document write out of bounds, which is
         dropped."""
@@ -140,6 +148,8 @@ def _in_calls(
 ) -> tuple:
     """The results of call(documents) for all documents, M for each sequence at a time: arrays [B,
     T, …] of these shapes."""
+    # A call takes B · DOCUMENTS documents, wherever in the batch they are. The number of calls
+    # depends on the data, so it is a loop; each call's results replace those of its own tokens.
     calls = _numbers(segments_BT)[-1, -1] // (DOCUMENTS * len(segments_BT)) + 1
 
     def step(state):
@@ -162,9 +172,12 @@ def _operands(
     q: jax.Array, k: jax.Array, documents: _Documents | None
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """The operands of both primitives after queries, keys and values, and parameters."""
+    # The primitives take all operands that cuDNN knows (bias, lengths, offsets, pages), empty if
+    # unused.
     unused = jnp.zeros(0, q.dtype)
     if documents is None:
         return [unused] * 7, COMMON | {"mask_type": cudnn.MaskType.CAUSAL}
+    # cuDNN counts offsets in numbers, and keys may have fewer heads than queries.
     offsets = [documents.starts * (a.shape[2] * a.shape[3]) for a in (q, k)]
     operands = [unused, documents.lengths, documents.lengths, *offsets, unused, unused]
     return operands, COMMON | {"mask_type": cudnn.MaskType.PADDING_CAUSAL}
@@ -194,6 +207,8 @@ def _forward(inputs: Inputs, dtype):
         out = out[..., : inputs.v.shape[-1]].astype(dtype)
         if documents is None:
             return out, statistics.swapaxes(1, 2)
+        # [documents, N, T], almost all of it empty, → [B, T, N]: saved for the backward without
+        # gaps
         return out, statistics.at[documents.document_BT, :, documents.position_BT].get(
             mode="fill", fill_value=0.0
         )
@@ -220,7 +235,7 @@ def _backward(residuals: Residuals, g_BTNV, dtype):
     def call(documents: _Documents | None) -> tuple:
         operands, parameters = _operands(q, k, documents)
         statistics = lse_BTN.swapaxes(1, 2)
-        if documents is not None:
+        if documents is not None:  # the inverse: each token's numbers where cuDNN expects them
             statistics = jnp.zeros((documents.count, *statistics.shape[1:]), jnp.float32)
             statistics = statistics.at[documents.document_BT, :, documents.position_BT].set(
                 lse_BTN, mode="drop"

@@ -78,7 +78,7 @@ def put_back(
     def device_part(cache, layer, index, start):
         return copied(cache, layer[0], index, *_window(layer.shape[2], count, start))
 
-    # as arrays of one rank, whose slots are the same dimension
+    # Both as arrays of one rank, so that their slots are the same dimension and have one split.
     return _on_own_slots(device_part, P(None, None, CONTEXT), (cache, layer[None]), index, start)
 
 

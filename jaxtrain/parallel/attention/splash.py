@@ -13,6 +13,9 @@ sequence and the device's index decides what its queries see. Inside a block the
 positions and segments, so there is never a mask. For each step of the grid `next` names the block
 that is needed next, and the kernel fetches it meanwhile.
 
+Begin with `_BlockPairs` and `_forward`. The backward reads in the order `_backward`, `_fused` or
+`_by_two_kernels`.
+
 jax's gradient of the kernel is not used: it saves everything in the kernel's layout, and does not
 take the log-sum-exp of further keys, which the ring needs. The backward is one fused kernel or two
 (config/splash_backward.py). Without a TPU the kernel is interpreted, which is for tests, because a
@@ -46,6 +49,8 @@ def takes(queries: int, keys: int) -> bool:
 
 def _sees(last_key: jax.Array, key: jax.Array) -> jax.Array:
     """The mask inside a block; the kernel calls `last_key` a query's position."""
+    # Its own mask compares positions in one sequence. Here the last key that a query sees stands in
+    # for its position, which serves any chunk of any device.
     return last_key >= key
 
 
@@ -107,7 +112,9 @@ class _BlockPairs:
         )
 
     def _info(self, run, following, blocks: int) -> mask_info.MaskInfo:
-        """The arrays that the kernel reads before its steps: small integers, for scalar memory."""
+        """The arrays that the kernel reads before its steps."""
+        # The smallest integers that hold the numbers: scalar memory is small, and a long batch has
+        # a number for each pair of blocks.
         small = jnp.int8 if blocks <= 1 << 7 else jnp.int16 if blocks <= 1 << 15 else jnp.int32
         positions: Any = self._positions
         return mask_info.MaskInfo(
@@ -119,6 +126,7 @@ def _next_of(run: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(of each step of bool [rows, steps], the earliest step from it on in its row that is run, −1
     for none; of each row, its earliest step that is run, or its last one for none). Steps count
     from block `start` [rows] on."""
+    # A minimum from the right: at each step the number of the next one that is run.
     steps = run.shape[1]
     at = lax.cummin(jnp.where(run, jnp.arange(steps, dtype=jnp.int32), steps), 1, reverse=True)
     return jnp.where(at < steps, at + start[:, None], -1), start + jnp.minimum(at[:, 0], steps - 1)
@@ -128,6 +136,8 @@ def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPai
     """The pairs for blocks of at most so many queries and keys."""
     q, k, _, sight, segments = inputs
     tokens, keys, full_chunks = q.shape[1], k.shape[1], jnp.asarray(sight.full_chunks, jnp.int32)
+    # A query of chunk c sees keys up to full_chunks[c] · chunk − 1, and with the diagonal as many
+    # more as its position in the chunk + 1.
     chunk = tokens // len(full_chunks)
     by_query = jnp.arange(chunk, dtype=jnp.int32) if sight.diagonal else jnp.full(chunk, -1)
     last_T = (full_chunks[:, None] * chunk + by_query).reshape(-1) + (
@@ -148,7 +158,7 @@ def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPai
 
 
 def _to_kernel(a_BTNH: jax.Array) -> jax.Array:
-    """[B, T, heads, …] → [heads, B · T, …]."""
+    """[B, T, heads, …] → [heads, B · T, …]: the batch as one sequence."""
     a = jnp.moveaxis(a_BTNH, 2, 0)
     return a.reshape(a.shape[0], -1, *a.shape[3:])
 
@@ -160,6 +170,7 @@ def _from_kernel(a: jax.Array, batch: int) -> jax.Array:
 
 def _scaled(q: jax.Array) -> jax.Array:
     """Queries times H^-1/2, which the kernel leaves to its caller."""
+    # multiplied in float32, so that they are rounded once
     return (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
 
 
@@ -265,7 +276,7 @@ def _fused(arrays, inputs: Inputs, call_keys: int, dtype, interpret: bool):
 
 def _some_keys(a: jax.Array, batch: int, start: int, number: int) -> jax.Array:
     """So many keys of each sequence, [heads, B · number, …], of an array [heads, B · S, …]."""
-    if a.shape[1] == batch * number:
+    if a.shape[1] == batch * number:  # all of them: no copy
         return a
     by_sequence = a.reshape(a.shape[0], batch, -1, *a.shape[2:])[:, :, start : start + number]
     return by_sequence.reshape(a.shape[0], batch * number, *a.shape[2:])

@@ -1,5 +1,7 @@
 """The backward of splash (parallel/attention/splash.py) as one Pallas kernel with five products.
 
+Begin with `_kernel`, a step of the grid; `gradients` makes the grid and its blocks.
+
 The grid is key/value heads × sequences × query heads of the key/value head × blocks of queries ×
 blocks of keys. All is summed in vector memory, in float32:
 
@@ -7,8 +9,8 @@ blocks of keys. All is summed in vector memory, in float32:
     dK and dV of a sequence's keys     over all steps of a key/value head and sequence, then copied
                                        to memory
 
-so no partial gradient passes through memory. More keys than have room take several calls: a call
-begins with the dQ of the one before. Scores are computed with keys in rows and queries in columns,
+so no partial gradient passes through memory. More keys than fit take several calls: a call begins
+with the dQ of the one before. Scores are computed with keys in rows and queries in columns,
 S = K Qᵀ, so that what belongs to a query is a row: two of the products then need no transpose.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
@@ -26,9 +28,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxtrain.config.splash_backward import STEP, block_size
 
-HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # the score of a pair that is masked
+# The score of a pair that is masked: exp of it is 0, and no difference of two scores is infinite.
+HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 NAME = "splash_mha_bwd_fused_{keys}_keys"  # benchmarks/step_seconds.py reads it
-ROWS = 512  # keys whose scores are computed at once
+KEYS_AT_ONCE = 512  # whose scores are computed, of a block of keys
 BY_COLUMNS = (((1,), (1,)), ((), ()))  # a bᵀ
 BY_ROWS = (((0,), (0,)), ((), ()))  # aᵀ b
 
@@ -57,15 +60,23 @@ def _kernel(
     dk_sum,
     dv_sum,
     *,
-    rows: int,
+    keys_at_once: int,
     scale: float,
 ):
-    """A step of the grid. fetched, run: int32 [B · X · Y]. before: the dQ of earlier calls, or
-    None. The others are blocks, and of dK and dV the entire arrays in memory."""
+    """A step of the grid.
+
+    fetched, run: int32 [B · X · Y], in scalar memory: the block of keys that each step has, which
+        the grid's index functions read, and whether it is computed
+    q … of_keys: blocks in vector memory; before: the dQ of earlier calls, or None
+    dq: a block of the result; dk, dv: the entire arrays in memory, which `end_keys` copies to
+    dq_sum, dk_sum, dv_sum: float32 in vector memory, which stay from step to step
+    """
     head, sequence, group, x, y = map(pl.program_id, range(5))
     groups, blocks_q, blocks_k = map(pl.num_programs, (2, 3, 4))
     block, keys = k_ref.shape[0], dk_sum.shape[0]
 
+    # The steps go on in the order of the grid, the last index fastest. Keys of a sequence are begun
+    # with their first query head and block, and complete with the last.
     @pl.when((group == 0) & (x == 0) & (y == 0))
     def start_keys():
         dk_sum[...] = jnp.zeros_like(dk_sum)
@@ -77,15 +88,18 @@ def _kernel(
 
     def add(part: int):
         q, g = q_ref[...], g_ref[...]
-        rows_of_part, first = pl.ds(part * rows, rows), y * block + part * rows
-        k, v = k_ref[rows_of_part, :], v_ref[rows_of_part, :]
+        in_block = pl.ds(part * keys_at_once, keys_at_once)
+        lowest_key = y * block + part * keys_at_once
+        k, v = k_ref[in_block, :], v_ref[in_block, :]
         scores = _product(k, q, BY_COLUMNS)
-        sees = last_key_ref[...] >= first + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        sees = last_key_ref[...] >= lowest_key + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
         if of_keys_ref is not None:
-            segments = jnp.tile(of_keys_ref[rows_of_part, :], (1, scores.shape[1] // STEP))
+            # STEP equal columns in memory become as many as there are queries.
+            segments = jnp.tile(of_keys_ref[in_block, :], (1, scores.shape[1] // STEP))
             sees &= segments == of_queries_ref[...]
+        # algorithm 2 of parallel/attention/flash.py, transposed
         p = jnp.exp(jnp.where(sees, scores, HIDDEN) - lse_ref[...])
-        at = pl.ds(pl.multiple_of(first, rows), rows)
+        at = pl.ds(pl.multiple_of(lowest_key, keys_at_once), keys_at_once)
         dv_sum[at, :] += _product(p.astype(g.dtype), g)
         ds = ((_product(v, g, BY_COLUMNS) - delta_ref[...]) * p).astype(q.dtype)
         dk_sum[at, :] += _product(ds, q)
@@ -93,13 +107,16 @@ def _kernel(
 
     @pl.when(run_ref[(sequence * blocks_q + x) * blocks_k + y] != 0)
     def run():
-        for part in range(block // rows):
+        # In parts of the block, whose scores fit in vector memory with the sums.
+        for part in range(block // keys_at_once):
             add(part)
 
     @pl.when(y == blocks_k - 1)
     def end_queries():
         dq_ref[...] = (dq_sum[...] * scale).astype(dq_ref.dtype)
 
+    # dK and dV are as long as a sequence, so they are not blocks that Pallas writes after each
+    # step.
     @pl.when((group == groups - 1) & (x == blocks_q - 1) & (y == blocks_k - 1))
     def end_keys():
         at = pl.ds(pl.multiple_of(sequence * keys, keys), keys)
@@ -135,6 +152,9 @@ def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
     info = pairs.by_queries()
     steps = [a[0].reshape(-1).astype(jnp.int32) for a in (info.data_next, info.block_mask)]
 
+    # For each step (h, b, n, i, j) of the grid, the block of each operand. Keys and values are
+    # those of the next pair that is computed: for a step that is not, the kernel fetches a block
+    # that it will need, or still has it.
     of_query = lambda h, b, n, i, j, *_: (h * group + n, b * x + i, 0)
     row = lambda h, b, n, i, j, *_: (h * group + n, 0, b * x + i)
     shared_row = lambda h, b, n, i, j, *_: (0, b * x + i)
@@ -145,7 +165,7 @@ def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
     in_queries = lambda a: pl.BlockSpec((None, bq, a.shape[-1]), of_query)
     in_keys = lambda a: pl.BlockSpec((None, bk, a.shape[-1]), of_key)
     in_rows, in_shared_row = pl.BlockSpec((None, 1, bq), row), pl.BlockSpec((1, bq), shared_row)
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
     of_queries = of_keys = None
     if segments is not None:
         of_queries = segments[0].reshape(1, -1)
@@ -164,12 +184,14 @@ def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
     )
     sums = [pltpu.VMEM((n, a.shape[-1]), jnp.float32) for n, a in ((bq, q), (keys, k), (keys, v))]
     return pl.pallas_call(
-        functools.partial(_kernel, rows=block_size(bk, ROWS), scale=query_sum.scale),
+        functools.partial(
+            _kernel, keys_at_once=block_size(bk, KEYS_AT_ONCE), scale=query_sum.scale
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(len(k), batch, group, x, y),
             in_specs=in_specs,
-            out_specs=(in_queries(q), whole, whole),
+            out_specs=(in_queries(q), in_memory, in_memory),
             scratch_shapes=sums,
         ),
         out_shape=(

@@ -25,6 +25,7 @@ from jaxtrain.parallel.experts import transport
 from jaxtrain.parallel.experts.placement import PART, REPLICATED, DispatchSpec
 from jaxtrain.parallel.experts.routing import Routing, TwoSteps
 from jaxtrain.parallel.fp8 import Quantized
+from jaxtrain.parallel.tensor import take
 
 # --- rows and sums of tokens, without gradients ---------------------------------------------------
 
@@ -80,7 +81,7 @@ def _weights_out(
             transport.DISPATCH, gates_BTK, routing.across_nodes, spec.across_nodes
         )
         return _weights_out(routing.inside_node, at_gateways, spec.inside_node)
-    sent = transport.take(gates_BTK.reshape(-1), routing.choice_of_position)
+    sent = take(gates_BTK.reshape(-1), routing.choice_of_position)
     return transport.run(transport.DISPATCH[1:], sent, routing, spec)
 
 
@@ -93,7 +94,7 @@ def _weights_back(routing: Routing | TwoSteps, gates: jax.Array, spec: DispatchS
             transport.COMBINE, at_gateways, routing.across_nodes, spec.across_nodes
         )
     rows = transport.run(transport.COMBINE[:2], gates, routing, spec)
-    by_choice = transport.take(rows, routing.position_of_choice)
+    by_choice = take(rows, routing.position_of_choice)
     return by_choice.reshape(spec.batch, spec.tokens, -1)
 
 

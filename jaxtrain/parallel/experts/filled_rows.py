@@ -7,7 +7,8 @@ most microbatches none or one block:
     │ computed at once: the mean          │ block │ block │ … to the last row      │
     │ rows that are there                    │ empty rows, which nothing reads       │
 
-An array is written in place, block by block. Rows behind the last block hold anything, also NaN.
+Begin with `on_rows`. An array is written in place, block by block. Rows behind the last block hold
+anything, also NaN.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ def on_rows(
     fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array, name: str = FILLED_ROWS
 ) -> Any:
     """Returns fn(*arrays) for filled rows, and anything behind them. Row i of the results depends
-    on row i of the arrays [R, …], and on whole arrays that fn closes over.
+    on row i of the arrays [R, …], and on complete arrays that fn closes over.
 
     Args:
       fn: arrays [n, …] → an array [n, …] or a tuple of these, for any n.
@@ -43,11 +44,13 @@ def on_rows(
     def call(number: jax.Array, *arrays: jax.Array):
         return _in_blocks(fn, mean, number, arrays)
 
+    # A call with a name: runtime/ keeps it in one piece when it cuts a layer into ops.
     call.__name__ = name
     return jax.jit(call)(number, *arrays)
 
 
 def _in_blocks(fn: Callable, mean: int, number: jax.Array, arrays: Sequence[jax.Array]):
+    """`on_rows` by the mean number of rows and a loop over blocks."""
     rows, size = arrays[0].shape[0], -(-mean // BLOCKS)
 
     def write(start: jax.typing.ArrayLike, size: int, results):
@@ -57,10 +60,14 @@ def _in_blocks(fn: Callable, mean: int, number: jax.Array, arrays: Sequence[jax.
 
     def step(state):
         i, results = state
+        # The last block may begin earlier and compute some rows twice, to end with the array.
         return i + 1, write(jnp.minimum(mean + i * size, rows - size), size, results)
 
+    # Not zeros: filling memory for the worst case is the pass that this module saves.
     results = jax.tree.map(lambda a: lax.empty(a.shape, a.dtype), jax.eval_shape(fn, *arrays))
     results = write(0, mean, results)
+    # Negative where fewer rows than the mean are filled: no trip. A while loop, since the number of
+    # trips is in the data.
     blocks = (number - mean + size - 1) // size
     # planner/programs/loops.py reads the loop's number of trips from this name.
     with jax.named_scope(f"row_excess_{rows}_{mean}_{size}"):

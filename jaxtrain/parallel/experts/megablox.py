@@ -28,6 +28,7 @@ SUBLANES = 16  # divides the number of a tile's rows
 
 def tile_rows(rows: int, groups: int) -> int:
     """Rows of a tile: a power of two that divides `rows`, a multiple of SUBLANES."""
+    # A tile that two groups share is computed twice, so tiles are small compared with a mean group.
     size = max(SUBLANES, block_rows(rows, groups, MOST_ROWS))
     while rows % size:
         size //= 2
@@ -52,6 +53,7 @@ def _tiles(
 
 def _padded(array_R: jax.Array) -> jax.Array:
     """The array with rows of zeros behind, to a multiple of SUBLANES."""
+    # The kernel wants tiles that divide the rows.
     missing = -array_R.shape[0] % SUBLANES
     return jnp.pad(array_R, ((0, missing), (0, 0))) if missing else array_R
 
@@ -67,12 +69,13 @@ def _times_matrices(
     rows = _padded(rows_RK)
     outputs = weights_EIO.shape[1 if transposed else 2]
     tiles = _tiles(rows.shape[0], sizes_E.size, rows.shape[1], outputs, rows.dtype.itemsize)
-    taken = sizes_E.sum()
-    some_E = sizes_E.at[0].add((taken == 0).astype(sizes_E.dtype))  # a grid has a tile
+    filled = sizes_E.sum()
+    # A grid of no tile is an error: without any row, group 0 gets an empty one.
+    nonempty_E = sizes_E.at[0].add((filled == 0).astype(sizes_E.dtype))
     out = gmm(
         rows,
         weights_EIO,
-        some_E,
+        nonempty_E,
         rows.dtype,
         tiles,
         transpose_rhs=transposed,
@@ -81,7 +84,7 @@ def _times_matrices(
     # The kernel writes no tile without rows: its memory is undefined.
     if not fills_empty:
         return out[: rows_RK.shape[0]]
-    return jnp.where(jnp.arange(rows_RK.shape[0])[:, None] < taken, out[: rows_RK.shape[0]], 0)
+    return jnp.where(jnp.arange(rows_RK.shape[0])[:, None] < filled, out[: rows_RK.shape[0]], 0)
 
 
 def product(

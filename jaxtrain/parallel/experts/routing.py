@@ -33,7 +33,7 @@ With memory for four rows, the groups for device 1 (2 and 1 rows from device 0, 
 1) are cut to one row each. The last rows of cut groups are dropped, tokens 3 and 7: the position of
 their choices is the number of positions, 4, which is out of range.
 
->>> cut = cut_groups(sizes, room=4)
+>>> cut = cut_groups(sizes, capacity=4)
 >>> cut[:, 1].tolist()
 [[1, 1], [1, 0]]
 >>> choice_of_position, position_of_choice = positions(sorted_0, cut[0].reshape(-1), sends=4)
@@ -141,9 +141,9 @@ def sort_choices(keys: jax.Array, number: int) -> SortedChoices:
     return SortedChoices(order, ordered, begin)
 
 
-def cut_groups(sizes: jax.Array, room: int) -> jax.Array:
+def cut_groups(sizes: jax.Array, capacity: int) -> jax.Array:
     """sizes int32 [from, to, expert] of groups of rows → the rows of each that are sent, so that no
-    more than `room` arrive at a device.
+    more than `capacity` arrive at a device.
 
     All groups that go to a device are cut to one level, the highest at which they fit: the sum of
     min(size, level) over the groups is, for sizes in ascending order, the least over j of the j
@@ -152,8 +152,8 @@ def cut_groups(sizes: jax.Array, room: int) -> jax.Array:
     by_device = sizes.swapaxes(0, 1).reshape(sizes.shape[1], -1)
     ascending = jnp.sort(by_device, -1)
     smallest = jnp.cumsum(ascending, -1) - ascending
-    level = ((room - smallest) // (by_device.shape[1] - jnp.arange(by_device.shape[1]))).max(-1)
-    level = jnp.where(by_device.sum(-1) > room, level, ascending[:, -1])
+    level = ((capacity - smallest) // (by_device.shape[1] - jnp.arange(by_device.shape[1]))).max(-1)
+    level = jnp.where(by_device.sum(-1) > capacity, level, ascending[:, -1])
     return jnp.minimum(sizes, level[:, None])
 
 

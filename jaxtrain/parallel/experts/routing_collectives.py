@@ -45,13 +45,13 @@ class Memory(NamedTuple):
 
 
 def dropless(
-    chosen_BTK: jax.Array, experts: int, room: float = 0.0, nodes: int = 1
+    chosen_BTK: jax.Array, experts: int, over_mean: float = 0.0, nodes: int = 1
 ) -> tuple[Routing | TwoSteps, jax.Array]:
     """Returns (routing, this device's dropped choices of each expert, float32 [experts]) for chosen
     int32 [B, T, K], of all experts.
 
-    room: the rows that a device has memory for, as a multiple of their mean number; 0: all that can
-        arrive
+    over_mean: the rows that a device has memory for, as a multiple of their mean number; 0: all
+        that can arrive
     nodes: that the `expert` axis spans; 1: rows go in one step
     """
     b, t, k = chosen_BTK.shape
@@ -61,15 +61,15 @@ def dropless(
         routing = Routing(choices.order, inverse(choices.order), choices.sizes)
         return routing, jnp.zeros(experts)
     if nodes > 1:
-        return _in_two_steps(chosen_BTK, DispatchSpec(experts, b, t, nodes=nodes), room)
-    rows = device_capacity(b * t, k, experts, devices, room)
+        return _in_two_steps(chosen_BTK, DispatchSpec(experts, b, t, nodes=nodes), over_mean)
+    rows = device_capacity(b * t, k, experts, devices, over_mean)
     drops = rows < device_capacity(b * t, k, experts, devices, 0.0)
     group, memory = ExchangeGroup(devices), Memory(b * t * k, rows, drops)
     return _agreed(chosen_BTK.reshape(-1), experts, group, memory)
 
 
 def _in_two_steps(
-    chosen_BTK: jax.Array, spec: DispatchSpec, room: float
+    chosen_BTK: jax.Array, spec: DispatchSpec, over_mean: float
 ) -> tuple[TwoSteps, jax.Array]:
     """`dropless` for a `spec` of several nodes. Dropped choices are counted by the gateways, each
     those of the rows that it has received."""
@@ -98,7 +98,7 @@ def _in_two_steps(
     # its senders, one device of each node: as if nodes were devices.
     capacity = functools.partial(device_capacity, tokens, k, spec.experts)
     devices = manual_size(EXPERT)
-    sends, receives = capacity(spec.nodes, room), capacity(devices, room)
+    sends, receives = capacity(spec.nodes, over_mean), capacity(devices, over_mean)
     drops = sends < capacity(spec.nodes, 0.0) or receives < capacity(devices, 0.0)
     memory = Memory(sends, receives, drops)
     in_node, dropped = _agreed(local, inside.experts, inside.group, memory, optional=True)

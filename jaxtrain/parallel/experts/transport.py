@@ -24,12 +24,7 @@ from jaxtrain.devices.mesh import EXPERT, manual_size
 from jaxtrain.parallel.experts.filled_rows import ROWS_IN_ORDER, on_rows
 from jaxtrain.parallel.experts.placement import DispatchSpec, ExchangeGroup
 from jaxtrain.parallel.experts.routing import Routing
-
-
-def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """The entries of x at these indices; zeros for an index that is out of bounds."""
-    return x.at[index].get(mode="fill", fill_value=0)
-
+from jaxtrain.parallel.tensor import take
 
 # --- messages -------------------------------------------------------------------------------------
 
@@ -37,12 +32,12 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 def ragged_all_to_all(
     rows: jax.Array,
     rows_from_to: jax.Array,
-    room: int,
+    capacity: int,
     most: int,
     fills_empty: bool,
     group: ExchangeGroup,
 ) -> jax.Array:
-    """The rows that arrive, [room, …], ordered by sender, and behind them zeros or, without
+    """The rows that arrive, [capacity, …], ordered by sender, and behind them zeros or, without
     `fills_empty`, anything.
 
     rows: [n, …], ordered by the device of the group they go to
@@ -56,7 +51,7 @@ def ragged_all_to_all(
 
     def exactly(rows):
         # Zeros cost a pass over memory for the worst case, most of which stays empty.
-        out = (jnp.zeros if fills_empty else lax.empty)((room, *rows.shape[1:]), rows.dtype)
+        out = (jnp.zeros if fills_empty else lax.empty)((capacity, *rows.shape[1:]), rows.dtype)
         return lax.ragged_all_to_all(
             *(rows, out, starts[me], sent, lands[me], received),
             axis_name=EXPERT,
@@ -71,7 +66,7 @@ def ragged_all_to_all(
         blocks = lax.all_to_all(blocks, EXPERT, 0, 0, tiled=True, axis_index_groups=groups)
         # Row i comes from the device whose rows end behind i. It is row i − (the index at which
         # this device's rows begin) of its block.
-        row = jnp.arange(room)
+        row = jnp.arange(capacity)
         device = jnp.searchsorted(jnp.cumsum(received), row, side="right")
         return take(
             blocks,
@@ -117,9 +112,9 @@ def to_experts(sent: jax.Array, routing: Routing, spec: DispatchSpec) -> jax.Arr
     """Sent rows [S, …] → rows of this device's experts as they arrive [R, …], or [E, R, …]."""
     if routing.rows_from_to is not None:
         assert routing.arrival_of_row is not None
-        room, most = routing.arrival_of_row.size, _most_between_two(routing, spec)
+        capacity, most = routing.arrival_of_row.size, _most_between_two(routing, spec)
         return ragged_all_to_all(
-            sent, routing.rows_from_to, room, most, spec.fills_empty, spec.group
+            sent, routing.rows_from_to, capacity, most, spec.fills_empty, spec.group
         )
     if routing.sizes is not None:  # one device
         return sent
@@ -159,9 +154,9 @@ def _reordered(
 def from_experts(rows: jax.Array, routing: Routing, spec: DispatchSpec) -> jax.Array:
     """The inverse of `to_experts`."""
     if routing.rows_from_to is not None:
-        room, most = routing.choice_of_position.size, _most_between_two(routing, spec)
+        capacity, most = routing.choice_of_position.size, _most_between_two(routing, spec)
         # Rows that were not sent stay undefined: `token_sums` reads the positions of sent ones.
-        return ragged_all_to_all(rows, routing.rows_from_to.T, room, most, False, spec.group)
+        return ragged_all_to_all(rows, routing.rows_from_to.T, capacity, most, False, spec.group)
     if routing.sizes is not None:  # one device
         return rows
     by_receiver = rows.reshape(

@@ -32,8 +32,16 @@ from jaxtrain.planner.layer.layer import (
     ParameterShape,
     Product,
 )
-from jaxtrain.runtime.backward_split import VIEWS
-from jaxtrain.runtime.equations import KERNELS, NAME, PRODUCTS, has, in_attention, inline, variables
+from jaxtrain.runtime.equations import (
+    KERNELS,
+    NAME,
+    PRODUCTS,
+    VIEWS,
+    has,
+    in_attention,
+    inline,
+    variables,
+)
 
 TOKENS = 16
 SAME = VIEWS | {"convert_element_type", "bitcast_convert_type", NAME}  # the same numbers
