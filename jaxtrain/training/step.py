@@ -150,6 +150,9 @@ class Step:
         if layout.independent_replicas:
             kinds["anchor"] = bytes_per_device(state.anchor)
             kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
+        # Gradients are added up in float32, in arrays like the parameters: of a device's own shard
+        # if they cross `data` in each microbatch, otherwise of all shards, which are reduced at the
+        # end.
         accumulated = 0
         for keys, _, size, reduction in layout.parameters():
             in_ops = reduces_in_ops or (layout.shards_ends and keys[0] != "layers")
@@ -160,6 +163,7 @@ class Step:
             "moments": bytes_per_device(state.optimizer, host=True),
             "masters": bytes_per_device(state.params, host=True),
         }
+        # One stage has no slots: a microbatch's backward follows its forward.
         if self.setup.train:
             pools = {kind: number * each for kind, (number, each) in self.slot_pools().items()}
             host["slots"] = sum(self.slots_on_host().values())
@@ -220,6 +224,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
     memory.
     """
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
+    # First what may be refused: tables of large pipelines take seconds.
     _check_host_memory(parallel, config.pipeline.save, mesh)
     setup = setup or make_setup(config)
 
@@ -252,6 +257,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
         fp8=fp8_of(precision, layout.independent_replicas),
         collective_matmul=parallel.collective_matmul,
     )
+    # remat, saved values and offload are about the backward, which evaluation has not.
     runtime = runtime_of(
         setup.train,
         remat=remat_of(config.pipeline.remat),
@@ -304,6 +310,8 @@ def _compiler_options(runtime: Runtime, setup: Setup, changes: tuple[str, ...]) 
     `parallel.compiler_options`"""
     sizes, table = runtime.mesh.shape, setup.table
     gathers, experts = runtime.zero.gathers_in_ops, runtime.parts.cfg.experts > 0
+    # Most options help one kind of program and harm others (devices/compiler_options.py has the
+    # reasons), so each goes by what this step does.
     does = {
         GATHERS: gathers and sizes["stage"] == 1,
         GATHERS_WHOLE: gathers and sizes["stage"] * sizes["model"] == 1,

@@ -237,6 +237,7 @@ def _state_by_parameter(
     leaves, outline = jax.tree.flatten(state.optimizer, is_leaf=is_on_disk)
     tree: Any
     params, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
+    # Numbers in place of the leaves, for arrays on disk are no leaves of a pytree.
     numbers, follows, _ = parts_of(outline.unflatten(range(len(leaves))), tree)
     trees = [
         tree.flatten_up_to(part) for part, is_tree in zip(numbers, follows, strict=True) if is_tree
@@ -256,6 +257,8 @@ def _parameter_groups(
     specs = jax.tree_util.tree_leaves_with_path(layout.specs, is_leaf=is_spec)
     keys = [tuple(str(key.key) for key in path) for path, _ in specs]
     unit_of = lambda i: keys[i][1] if keys[i][0] == "layers" else ""
+    # A group is one program and one read: small parameters, such as norms, go together with others,
+    # since a request of a disk has a price of its own.
     for unit, numbers in itertools.groupby(range(len(keys)), unit_of):
         together: list[list[int]] = []
         size = 0
@@ -361,6 +364,8 @@ class CompiledUpdate:
         self._programs = {group: compiled[update.programs[group]] for group, _ in update.passes}
         # the last place in a pass that needs a gradient
         self._last = {group: number for number, (group, _) in enumerate(update.passes)}
+        # The stream knows the order of all groups, so it reads some ahead of the update and writes
+        # others behind it.
         file = update.layout.disk
         assert file
         self._stream = StateStream(file, [blocks for _, blocks in update.passes])
@@ -438,6 +443,7 @@ class StreamedStep:
         of the gradients."""
         layout = self.update.layout
         squares = jax.ShapeDtypeStruct((), jnp.float32, sharding=layout.everywhere)
+        # Everything is traced here, on the thread that has the mesh.
         updates = self.update.lower()
         finish = self.finish.lower(self.update.state, squares if layout.masters else None)
 
