@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import jax
 
-Value = bool | int | float | str
+OptionValue = bool | int | float | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Option:
     """
 
     name: str
-    value: Value
+    value: OptionValue
     reason: str
     generations: tuple[str, ...] = ()
     only_for: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}
 
 def compiler_options(
     device: jax.Device, does: Collection[str] = (), changes: Sequence[str] = ()
-) -> dict[str, Value]:
+) -> dict[str, OptionValue]:
     """XLA's options for a device. does: what a step does, of the names above;
     changes: NAME=VALUE, which replace the platform's options or add to them."""
     chosen = {
@@ -172,7 +172,7 @@ def compiler_options(
     }
 
 
-def _value(text: str) -> Value:
+def _value(text: str) -> OptionValue:
     """The value of a flag's text: a bool, a number, or the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
