@@ -70,7 +70,7 @@ def sum_inside_first(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _wide(axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of the axes that have several devices."""
+    """The axes among these that have several devices."""
     return tuple(a for a in axes if lax.axis_size(a) > 1)
 
 

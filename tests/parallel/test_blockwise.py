@@ -117,7 +117,7 @@ def test_blocks_that_nobody_sees_are_not_computed(block):
     def first_half(q, k, v, g):
         inputs = flash.Inputs(q, k, v, Sight((0, 1), 1))
         out, lse = blockwise.output_and_lse(inputs, jnp.float32)
-        gradients = blockwise.gradients(flash.Residuals(inputs, out, lse), g, jnp.float32)
+        gradients = blockwise.gradients(flash.AttentionResiduals(inputs, out, lse), g, jnp.float32)
         below = inputs._replace(sight=Sight((0, 1), 1, diagonal=False))
         return out, gradients, blockwise.output_and_lse(below, jnp.float32)
 

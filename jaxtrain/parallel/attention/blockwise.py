@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.parallel.attention.flash import MASKED, Inputs, Kernel, Residuals, delta
+from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel, delta
 
 # of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
 LEAST_KEYS = 1024
@@ -176,7 +176,7 @@ def output_and_lse(inputs: Inputs, dtype) -> tuple[jax.Array, jax.Array]:
     return blocks.from_queries(out), blocks.from_queries(lse)
 
 
-def gradients(residuals: Residuals, g_BTNV, dtype):
+def gradients(residuals: AttentionResiduals, g_BTNV, dtype):
     """Gradients of queries, of `dtype`, and of keys and values, float32."""
     inputs, blocks = residuals.inputs, _BlockPairs(residuals.inputs)
     q, g, lse, inner = (

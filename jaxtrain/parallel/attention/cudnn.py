@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from jaxtrain.parallel.attention.flash import Inputs, Kernel, Residuals
+from jaxtrain.parallel.attention.flash import AttentionResiduals, Inputs, Kernel
 
 # Documents of a sequence, on average, in a call: workspace and launches grow with this number, and
 # a batch with more documents takes another call.
@@ -223,7 +223,7 @@ def _forward(inputs: Inputs, dtype):
     )
 
 
-def _backward(residuals: Residuals, g_BTNV, dtype):
+def _backward(residuals: AttentionResiduals, g_BTNV, dtype):
     """Kernel.backward, all gradients of `dtype`."""
     (*arrays, _, segments), out_BTNV, lse_BTN = residuals
     input_dtype, scale = arrays[0].dtype, arrays[0].shape[-1] ** -0.5

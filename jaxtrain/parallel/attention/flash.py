@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
     segments: tuple[jax.Array, jax.Array] | None = None
 
 
-class Residuals(NamedTuple):
+class AttentionResiduals(NamedTuple):
     """The arrays that the backward reads, besides the gradient of the output.
 
     out: [B, T, N, V]
@@ -93,7 +93,7 @@ def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) 
 
 
 def _attend(kernel, q, k, v, sight, segments):
-    """The output, and Residuals with the log-sum-exp as [B, N, T]."""
+    """The output, and AttentionResiduals with the log-sum-exp as [B, N, T]."""
 
     # [B, N, T] is the order in which TPU's and GPU's kernels write and read the log-sum-exp. In
     # another one entire pools would be transposed in every tick, and, where they lie on the host,
@@ -106,17 +106,19 @@ def _attend(kernel, q, k, v, sight, segments):
     out, lse_BNT = over_model(run, (SPLITS,), (HEADS, LSE))(inputs)
     # Without this XLA lays the output out by heads, and transposes it for the next product.
     out = row_major(out)
-    return out, Residuals(inputs, out, lse_BNT)
+    return out, AttentionResiduals(inputs, out, lse_BNT)
 
 
 def _attend_backward(kernel, residuals, g):
-    def run(residuals: Residuals, g):
+    def run(residuals: AttentionResiduals, g):
         lse_BTN = jnp.moveaxis(row_major_part(residuals.lse), 1, 2)
         return kernel.backward(residuals._replace(lse=lse_BTN), g, residuals.inputs.q.dtype)
 
     # On each device's own heads: the partitioner cannot split a kernel, and would gather its
     # inputs.
-    gradients = over_model(run, (Residuals._make((SPLITS, HEADS, LSE)), HEADS), HEADS)(residuals, g)
+    gradients = over_model(run, (AttentionResiduals._make((SPLITS, HEADS, LSE)), HEADS), HEADS)(
+        residuals, g
+    )
     arrays = residuals.inputs[:3]  # q, k, v; sight and segments have no gradients
     return *(d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True)), None, None
 

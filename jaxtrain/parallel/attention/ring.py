@@ -31,7 +31,7 @@ from jax import lax
 
 from jaxtrain.devices.mesh import CONTEXT, STAGE, manual_size, on_cpu
 from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import Inputs, Kernel, Residuals
+from jaxtrain.parallel.attention.flash import AttentionResiduals, Inputs, Kernel
 from jaxtrain.parallel.attention.heads import by_heads
 
 # of a device's own keys: each chunk of queries sees its own chunk of keys up to the diagonal, and
@@ -173,7 +173,7 @@ def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments):
 
     def gradients(sight: Sight, keys: _Keys):
         inputs = _inputs(q, keys, sight, segments)
-        dq, dk, dv = kernel.backward(Residuals(inputs, out, lse), g, jnp.float32)
+        dq, dk, dv = kernel.backward(AttentionResiduals(inputs, out, lse), g, jnp.float32)
         return dq, _Keys(dk, dv)
 
     def add(n, sums, keys: _Keys):

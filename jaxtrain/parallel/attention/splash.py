@@ -37,7 +37,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from jaxtrain.config.splash_backward import FUSED, MOST, STEP, block_size, splash_backward
 from jaxtrain.parallel.attention import splash_fused
-from jaxtrain.parallel.attention.flash import MASKED, Inputs, Kernel, Residuals, delta
+from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel, delta
 
 LANES = STEP  # numbers in a row of a TPU's registers: blocks are multiples of it
 
@@ -217,7 +217,7 @@ def _forward(inputs: Inputs, dtype, *, interpret: bool):
     return jnp.where(sees_any[..., None], out, 0).astype(dtype), jnp.where(sees_any, lse, MASKED)
 
 
-def _backward(residuals: Residuals, g_BTNV, dtype, *, wanted: str, interpret: bool):
+def _backward(residuals: AttentionResiduals, g_BTNV, dtype, *, wanted: str, interpret: bool):
     """Kernel.backward; gradients of keys and values are float32 by the fused kernel, or of their
     own types."""
     inputs, out, lse = residuals

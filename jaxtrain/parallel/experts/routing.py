@@ -166,6 +166,7 @@ def positions(
     only the earliest choices are sent. admitted: int32 [keys], their number"""
     rank = choices.rank
     is_sent = rank < admitted[choices.keys]
+    # Sent rows have no gaps: a key's begin where those of the keys before end.
     starts = jnp.cumsum(admitted) - admitted
     position = jnp.where(is_sent, starts[choices.keys] + rank, sends)
     position_of_choice = (
@@ -198,7 +199,7 @@ def arrival_order(sizes: jax.Array, rows: int) -> jax.Array:
 # --- by capacity ----------------------------------------------------------------------------------
 
 
-class Runs(NamedTuple):
+class ChoiceRuns(NamedTuple):
     """Choices counted by run of consecutive tokens: a sequence, or each half of its part on this
     device where `context` splits it, since these halves are far apart in the text.
 
@@ -212,20 +213,21 @@ class Runs(NamedTuple):
     sizes: jax.Array
 
 
-def runs_of(chosen_BTK: jax.Array, experts: int, halves: int) -> Runs:
+def runs_of(chosen_BTK: jax.Array, experts: int, halves: int) -> ChoiceRuns:
     """The runs of choices, `halves` of each sequence: 1 or 2."""
     # One key for run and expert, so that one sort ranks the choices of all runs.
     b, t, _ = chosen_BTK.shape
+    # Halves of one device's part are not neighbours in the text (zigzag), so each is a run.
     half = jnp.arange(t, dtype=jnp.int32) // (t // halves)
     run = (jnp.arange(b, dtype=jnp.int32)[:, None] * halves + half)[..., None]
     key = (run * experts + chosen_BTK).reshape(-1)
     choices = sort_choices(key, b * halves * experts)
     rank = jnp.zeros_like(choices.order).at[choices.order].set(choices.rank, unique_indices=True)
-    return Runs(key, rank, choices.sizes.reshape(b, halves, experts))
+    return ChoiceRuns(key, rank, choices.sizes.reshape(b, halves, experts))
 
 
 def positions_by_capacity(
-    chosen_BTK: jax.Array, runs: Runs, admitted: jax.Array, limit: int
+    chosen_BTK: jax.Array, runs: ChoiceRuns, admitted: jax.Array, limit: int
 ) -> Routing:
     """The routing by capacity: an expert has `limit` positions for each sequence on this device, in
     the order [experts, B, limit]. admitted: the sent choices of each run, as its sizes"""
