@@ -17,7 +17,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError
@@ -222,16 +222,16 @@ def _refusal(
 ) -> ConfigError | None:
     """The error of a config on the devices of this command; None if it works. jax is asked for the
     devices only if something is wrong and they are not simulated."""
-    loaded = sys.modules.get("jax")
-    # The program that trains has started jax, which the environment does not say.
-    used = has_devices() and not namespace.cpu_devices
-    started = used or (loaded and loaded.distributed.is_initialized())
-    devices = (
-        None
-        if started
-        else cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
-    )
-    environment = Environment(devices, "cpu" if devices else "", recipe, rules=RULES_WITH_TABLES)
+    loaded: Any = sys.modules.get("jax")
+    # A program that trains may have started jax, which the environment does not say.
+    if has_devices() and not namespace.cpu_devices:
+        devices, platform = loaded.device_count(), loaded.default_backend()
+    else:
+        started = loaded and loaded.distributed.is_initialized()
+        simulated = cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
+        devices = None if started else simulated
+        platform = "cpu" if devices else ""
+    environment = Environment(devices, platform, recipe, rules=RULES_WITH_TABLES)
     if checks.first_violation(config, dataclasses.replace(environment, rules=RULES)) is None:
         return None
     if not devices:

@@ -46,6 +46,7 @@ DEVICES_1 = (
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path_factory, monkeypatch):
     """Every test runs in a folder with a recipe of its own, PLAIN: the shipped ones may change."""
+    monkeypatch.setattr(cli, "has_devices", lambda: False)  # other tests may have used jax
     folder = tmp_path_factory.mktemp("folder")
     (folder / "configs").mkdir()
     (folder / "configs" / "tiny.py").write_text(PLAIN)
@@ -660,7 +661,6 @@ def test_devices_of_a_program_that_has_started_jax_distributed(monkeypatch):
     believed alone. So it is where it has devices, here eight."""
     import jax
 
-    monkeypatch.setattr(cli, "has_devices", lambda: False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
@@ -669,8 +669,7 @@ def test_devices_of_a_program_that_has_started_jax_distributed(monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(jax.distributed, "is_initialized", lambda: True)
         parse()
-    monkeypatch.undo()
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    monkeypatch.setattr(cli, "has_devices", lambda: True)
     parse()
 
 

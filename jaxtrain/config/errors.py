@@ -22,6 +22,10 @@ class ConfigError(ValueError):
     field: the path, such as "mesh.model"; value: what it was; rule: what is wrong, to be read after
     "field=value"; nearest: what to use instead, as text (flags, by `suggestion`; may be empty);
     fixes: where given, changes that may mend it, nearest first, of which the first is what to use.
+
+    >>> rule = "does not divide model.heads=4"
+    >>> print(ConfigError("mesh.model", 3, rule, fixes=[{"mesh.model": 2}]))
+    mesh.model=3 does not divide model.heads=4: use --config.mesh.model=2
     """
 
     def __init__(

@@ -18,7 +18,12 @@ EXPONENTS = {"k": "e3", "K": "e3", "M": "e6", "B": "e9", "T": "e12"}
 
 @functools.cache
 def fields() -> Mapping[str, dataclasses.Field]:
-    """Path → dataclass field of every setting, in order: "model.layers" first."""
+    """Path → dataclass field of every setting, in order: "model.layers" first.
+
+    >>> from jaxtrain import fields
+    >>> fields()["train.steps"].default, fields()["train.steps"].metadata["setting"].doc
+    (100, 'optimizer steps')
+    """
     groups = ((g.name, typing.cast(Any, g.type)) for g in dataclasses.fields(Config))
     return types.MappingProxyType(
         {
@@ -30,14 +35,25 @@ def fields() -> Mapping[str, dataclasses.Field]:
 
 
 def get(config: Config, path: str) -> Any:
-    """The value of a setting by its path."""
+    """The value of a setting by its path.
+
+    >>> from jaxtrain import Config, MeshConfig
+    >>> get(Config(mesh=MeshConfig(stage=4)), "mesh.stage")
+    4
+    """
     group, name = path.split(".")
     return getattr(getattr(config, group), name)
 
 
 def replace(config: Config, changes: dict[str, Any]) -> Config:
     """A plain config with the settings at some paths changed; values are not checked. Raises
-    KeyError for an unknown path."""
+    KeyError for an unknown path.
+
+    >>> from jaxtrain import load_recipe, replace
+    >>> config = replace(load_recipe("tiny"), {"train.steps": 300, "mesh.stage": 4})
+    >>> config.train.steps, config.mesh.stage, config.model.layers
+    (300, 4, 8)
+    """
     groups: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         if path not in fields():
@@ -54,7 +70,13 @@ def replace(config: Config, changes: dict[str, Any]) -> Config:
 
 
 def flags_of(config: Config, recipe: Config) -> str:
-    """The flags of `train` that make this config from its recipe."""
+    """The flags of `train` that make this config from its recipe.
+
+    >>> from jaxtrain import load_recipe, replace
+    >>> tiny = load_recipe("tiny")
+    >>> flags_of(replace(tiny, {"mesh.stage": 4, "train.steps": 300}), tiny)
+    '--config.mesh.stage=4 --config.train.steps=300'
+    """
     return " ".join(
         flag_text(f"config.{path}", get(config, path))
         for path in fields()

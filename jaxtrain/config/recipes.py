@@ -52,6 +52,10 @@ def find_recipe(name: str) -> pathlib.Path:
 
     Only a Python file hides a shipped recipe; a folder `tiny`, say, does not. Raises RecipeError,
     which names the nearest recipe, where there is none.
+
+    >>> from jaxtrain import find_recipe
+    >>> find_recipe("tiny").name, find_recipe("configs/gpt2_124m.py").name
+    ('tiny.py', 'gpt2_124m.py')
     """
     path = pathlib.Path(os.path.expanduser(name))
     folders = (pathlib.Path("."), pathlib.Path("configs"))

@@ -6,6 +6,9 @@
        ▼                        ▼
     FilledConfig            ResolvedConfig      and every dependent default is filled in
 
+rules/mesh_rules.py: on_mesh gives the mesh its sizes on a number of devices. A CheckedRun has a
+MeshedConfig, a PreparedRun a ResolvedConfig (pipeline/prepared_run.py).
+
 In some settings, as their docs say, 0, "" or auto means a default that depends on other settings.
 A checkpoint has a StoredConfig, which is filled. `replace` (paths.py) changes settings and returns
 a Config whatever it began with.
@@ -40,7 +43,13 @@ from jaxtrain.schedule.orders import default_repeats
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A run: what a recipe's `get_config()` returns. Its construction checks nothing;
-    `checks.check(config)` does."""
+    `checks.check(config)` does.
+
+    >>> from jaxtrain import Config, ModelConfig, TrainConfig
+    >>> config = Config(model=ModelConfig(layers=2), train=TrainConfig(steps=10))
+    >>> config.model.layers, config.mesh.data, config.data.sequence_length
+    (2, -1, 128)
+    """
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -97,7 +106,14 @@ class Config:
         """This config, whose mesh has a size for each axis, with its dependent defaults filled in
         (kv_heads and the sizes of heads, rotary_dim, mlp_width, expert_width, max_positions,
         latent_norm_epsilon, router_normalize; reduce, ends; repeats). Raises ValueError as
-        `on_own_mesh`."""
+        `on_own_mesh`.
+
+        >>> from jaxtrain import Config, MeshConfig, ModelConfig
+        >>> config = Config(model=ModelConfig(width=64, heads=4), mesh=MeshConfig(data=2))
+        >>> resolved = config.resolve()
+        >>> config.model.mlp_width, resolved.model.mlp_width, resolved.model.head_dim
+        (0, 256, 16)
+        """
         return _filled(ResolvedConfig, self.on_own_mesh())
 
 

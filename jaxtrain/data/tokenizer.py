@@ -47,7 +47,11 @@ class DataError(RunError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255; 256 ends a document."""
+    """UTF-8 bytes as ids 0 to 255; 256 ends a document.
+
+    >>> ByteTokenizer().encode("né").tolist(), ByteTokenizer().decode([104, 105, 256])
+    ([110, 195, 169], 'hi')
+    """
 
     vocab_size: int = 257
     end_of_document: int = 256
@@ -219,7 +223,11 @@ def marks_line(tokenizer: Tokenizer) -> str:
 
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer of `data.tokenizer` for a model of `vocab_size` ids. Raises DataError if the
-    model has too few."""
+    model has too few.
+
+    >>> load_tokenizer("bytes", 257).stops
+    (256,)
+    """
     tokenizer = open_tokenizer(name, vocab_size)
     if tokenizer.vocab_size > vocab_size:
         least = tokenizer.vocab_size

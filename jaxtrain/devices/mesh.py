@@ -61,6 +61,10 @@ def make_mesh(sizes: Sequence[int], devices: Sequence[jax.Device] | None = None)
     TPUs are ordered by their torus, several slices with `replica` (then `data`) across them; all
     others by process and device id, so that neighbours on the innermost axes share a node. Raises
     ValueError if the sizes do not multiply to the number of devices.
+
+    >>> mesh = make_mesh((1, 2, 2, 1, 1, 2))  # of 8 devices
+    >>> mesh.axis_names[1:3], mesh.devices.shape
+    (('data', 'stage'), (1, 2, 2, 1, 1, 2))
     """
     devices = list(jax.devices() if devices is None else devices)
     if int(np.prod(sizes)) != len(devices):

@@ -171,6 +171,12 @@ def make_setup(config: ResolvedConfig, report: ReportProgress = table_search.sil
 
     report: is told how far the search for a table has come, where there is one. Raises ConfigError
     for a schedule that does not fit.
+
+    >>> from jaxtrain import load_recipe
+    >>> from jaxtrain.config.rules.mesh_rules import on_mesh
+    >>> setup = make_setup(on_mesh(load_recipe("tiny"), devices=8).resolve())
+    >>> setup.table.name, setup.table.stages, setup.table.microbatches
+    ('interleaved', 2, 4)
     """
     # Checks, the planner and the trainer ask for the same setup, and a search takes seconds. A dict
     # keeps its insertion order, so the oldest one goes first.
@@ -300,13 +306,13 @@ class _Search:
         # the work grows with the chunks; a file's table needs none
         total, done = max(1, sum(repeats) * len(vocabularies)), 0
         candidates, too_small = [], []
+        # One candidate that does not fit into `memory` is no error. If none does, the least bound
+        # that would do for any of them is the fix.
         for number, vocabulary in itertools.product(repeats, vocabularies):
             report = report_share(self.report, done / total, number / total)
             for chunks in self._cuts(number):
                 try:
                     candidates.append(self._candidate(number, chunks, vocabulary, memory, report))
-                # One candidate that does not fit is no error. If none does, the least bound that
-                # would do for any of them is the fix.
                 except table_search.MemoryTooSmall as error:
                     too_small.append(error.least)
             done += number
@@ -342,10 +348,9 @@ class _Search:
             stages_of = [PLACEMENTS[name](self.stages, repeats) for name in dict.fromkeys(names)]
         if pipeline.layer_costs or not ends_with_layers(self.model):
             return [spread(layers, len(units), pipeline.layer_costs)]
-        # Layers that no chunk has stand before the first chunk or after the last one, which may be
-        # without others.
-        # `times` are of a stage, and the time of one layer is what there is to balance: 4 stages, 8
-        # layers and F + B + W + R = 6 make 3 for each layer.
+        # Dense layers run before the first chunk, prediction modules after the last one; these two
+        # chunks may then have no layer of their own. `times` are of a stage, and one layer is what
+        # there is to move: with 4 stages, 8 layers and F + B + W + R = 6 it takes 3.
         saved = times.overlap if pipeline.overlap else 0.0
         layer = (times.F + times.B + times.W + times.R - saved) * self.stages / layers
         work = TimesToBalance(layer, before=2 * times.embed, after=times.head)

@@ -15,6 +15,9 @@ class ExitStatus(enum.IntEnum):
 
     64 to 78 mean what sysexits.h says; 79 and up are reasons that it lacks. A process that a signal
     ends has 128 plus the signal's number, as in shells.
+
+    >>> int(ExitStatus.STOPPED), ExitStatus.STOPPED.goes_on, ExitStatus.BAD_CONFIG.goes_on
+    (75, True, False)
     """
 
     FINISHED = 0

@@ -49,6 +49,10 @@ def make_table(spec: TableSpec, report: ReportProgress = silent) -> Table:
     On one stage every schedule is gradient accumulation. Raises ScheduleError for numbers that do
     not fit the schedule, for an unknown name, and for a file that cannot be read or has a wrong
     table.
+
+    >>> table = make_table(TableSpec("1f1b", stages=2, repeats=1, microbatches=3))
+    >>> table.ticks, table.stages, table.microbatches
+    (11, 2, 3)
     """
     for name in ("stages", "repeats", "microbatches"):
         if getattr(spec, name) < 1:

@@ -155,6 +155,15 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
     terminal's 24-bit colours.
 
     A table of more than some MOST_LINES lines is cut in the middle.
+
+    >>> from jaxtrain.schedule.by_name import make_table
+    >>> from jaxtrain.schedule.table_spec import TableSpec
+    >>> table = make_table(TableSpec("1f1b", stages=2, repeats=1, microbatches=3))
+    >>> stage_0, stage_1 = text(table, width=60).splitlines()[4:6]
+    >>> print(stage_0)
+    stage 0 F0 F1 .  B0 W0 F2 B1 W1 .  B2 W2
+    >>> print(stage_1)
+    stage 1 .  F0 B0 W0 F1 B1 W1 F2 B2 W2 .
     """
     # Labels of a table's ticks stand in blocks below each other, each as wide as the terminal:
     #             tick 0

@@ -136,7 +136,14 @@ class _Uses(NamedTuple):
 
 
 def assign_slots(table: Table) -> SlottedTable:
-    """A table with its slots. The table must have passed `validator.check`."""
+    """A table with its slots. The table must have passed `validator.check`.
+
+    >>> from jaxtrain.schedule.by_name import make_table
+    >>> from jaxtrain.schedule.table_spec import TableSpec
+    >>> table = make_table(TableSpec("1f1b", stages=2, repeats=1, microbatches=3))
+    >>> assign_slots(table).pool_sizes["residual_b"]  # of three microbatches
+    2
+    """
     pools = _uses(table)
     # Fields of pools that this table does not have become None below, not columns of −1: the
     # runtime then has no op that could read them.

@@ -112,6 +112,36 @@ def test_the_second_ctrl_c_ends_the_process():
     assert (status, out) == (-signal.SIGINT, "cleaned up\n")
 
 
+PYTHON_PROGRAM = """
+import os, signal, time
+from jaxtrain.run.signals import Signals
+with Signals(lambda: os.write(1, b"cleaned up")) as signals, signals.deferred():
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            while not signals.interrupted:
+                time.sleep(0.01)
+            print("asked", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def test_the_second_ctrl_c_is_given_to_a_program_with_a_handler_of_its_own():
+    """Python's own handler raises KeyboardInterrupt; the process lives on, as a notebook's has
+    to."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PYTHON_PROGRAM],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    status, out, _ = end(process)
+    assert (status, out) == (0, "asked\ninterrupted\nTrue\n")
+
+
 def test_afterwards_signals_are_as_they_were():
     process = start("nothing", "60")
     assert process.stdout.readline() == "done\n"

@@ -24,7 +24,7 @@ from jaxtrain.config import (
     TrainConfig,
 )
 from jaxtrain.config.kernels import QUANTIZED
-from jaxtrain.config.rules.rules import Changes, Violation, divisors, near, values_for
+from jaxtrain.config.rules.rules import SettingChanges, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.schedule.orders import CSV
 
@@ -50,7 +50,12 @@ def filled(config: Config, devices: int | None) -> Config:
 
 def on_mesh(config: Config, devices: int | None) -> MeshedConfig:
     """The config on the mesh that it has with this number of devices, or of its own sizes if that
-    is None. Raises ValueError if no size fits; `mesh_uses_devices` is the rule about that."""
+    is None. Raises ValueError if no size fits; `mesh_uses_devices` is the rule about that.
+
+    >>> from jaxtrain import load_recipe
+    >>> on_mesh(load_recipe("tiny"), devices=16).mesh.data  # stage=2, model=2
+    4
+    """
     return filled(config, devices).on_own_mesh()
 
 
@@ -191,7 +196,7 @@ def mesh_uses_devices(mesh: MeshConfig, devices: int) -> Iterator[Violation]:
 
 def _mesh_fixes(
     blamed: list[str], sizes: dict[str, int], devices: int, is_open: bool
-) -> Iterator[Changes]:
+) -> Iterator[SettingChanges]:
     """Changes with which the mesh fits: of the size of one axis, then of two, …, the nearest first.
 
     blamed: axes whose sizes may be wrong, the likeliest first; is_open: a further axis is -1

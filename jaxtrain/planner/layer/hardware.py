@@ -227,7 +227,12 @@ def of_device(kind: str) -> Hardware | None:
 
 
 def load(name: str) -> Hardware:
-    """The kind of device with this name, or of this JSON file. Raises HardwareError."""
+    """The kind of device with this name, or of this JSON file. Raises HardwareError.
+
+    >>> h100 = load("h100")
+    >>> h100.peak("bfloat16"), round(h100.memory / 1e9)
+    (989000000000000.0, 80)
+    """
     path = pathlib.Path(name)
     if path.suffix != ".json":
         if name not in known():

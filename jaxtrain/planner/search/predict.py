@@ -172,6 +172,13 @@ def predict(
 
     assume: the framework that trains; tokens: of the run
     Raises ConfigError if our own runtime has no table for it.
+
+    >>> from jaxtrain import load_recipe
+    >>> from jaxtrain.config.rules.mesh_rules import on_mesh
+    >>> from jaxtrain.planner.layer.hardware import load
+    >>> config = on_mesh(load_recipe("gpt2_124m"), devices=8).resolve()
+    >>> 0.01 < predict(config, load("h100")).seconds < 10
+    True
     """
     work, slots = step_model_of(config, hardware, assume), None
     if work.settings.ours:

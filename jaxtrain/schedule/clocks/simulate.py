@@ -60,6 +60,13 @@ def simulate(
     fused_backward: the gradient leaves after W and not after B, as where both are one op. It
         concerns the independent clock, and needs tables whose every W is the next cell after its B.
         Raises ValueError for others.
+
+    >>> from jaxtrain.schedule.by_name import make_table
+    >>> from jaxtrain.schedule.table_spec import TableSpec
+    >>> spec = TableSpec("1f1b", stages=4, repeats=1, microbatches=8)
+    >>> result = simulate(make_table(spec), Times(F=1.0, B=1.0, W=1.0))
+    >>> result.step_time, round(result.bubble_fraction, 3)
+    (30.0, 0.2)
     """
     # 1F1B on 2 stages, 4 microbatches, F = B = W = 1: each stage works 12 of the 14 that the step
     # takes. The span of stage 0 is 14, too, so both bubbles are 1/7.

@@ -22,6 +22,9 @@ class Times:
     tick:        added to every tick, also an idle one, by the coupled clock alone
     overlap:     by which F and B of one microbatch each, on all units of a stage, are faster in
         overlapped cells than one after the other; negative where they are slower
+
+    >>> Times(F=2.0, B=2.0, W=1.5, message=0.1).W
+    1.5
     """
 
     F: float = 1.0
