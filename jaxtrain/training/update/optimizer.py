@@ -93,7 +93,7 @@ class Optimizer:
     keys: Sequence[np.ndarray] | None = None
 
     def of_part(self, specs: dict, keys: Sequence[Any] | None = None) -> "Optimizer":
-        """The same optimizer for some of the parameters, whose state is not in the host's
+        """This optimizer for some of the parameters, whose state is not in the host's
         memory."""
         return dataclasses.replace(self, specs=specs, keys=keys, offload=False)
 
