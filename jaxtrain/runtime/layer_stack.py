@@ -213,9 +213,7 @@ class LayerStack:
 
     def extra(self, extra, i: Number):
         """What layer i reads beside its input."""
-        if self._extra_of_layer is None:
-            return extra
-        return self._extra_of_layer(extra, self._numbers[i])
+        return self._extra_of_layer(extra, self._numbers[i]) if self._extra_of_layer else extra
 
     def parameters(self, params, i: Number, op: LayerOp):
         """Layer i's parameters, gathered where the op reads them."""
@@ -324,9 +322,8 @@ class LayerStack:
         in_pairs = any(each.split.has_messages for each in ranges)
         # Gathered parameters come a layer ahead, which needs one layer a trip.
         if self._collectives.zero.gathers_in_ops or not in_pairs:
-            return merged(
-                pools, self._run(self._plan(op, ranges=ranges), op, body, params, written)
-            )
+            loops = self._plan(op, ranges=ranges)
+            return merged(pools, self._run(loops, op, body, params, written))
         odd = {}  # range → the bounds of its last layer, where their number is odd
         with jax.named_scope(PAIRS_OF_R):
             for layers in ranges:
@@ -418,7 +415,7 @@ class LayerStack:
             written = jax.tree.map(write, saved[number], values)
             return y, [*saved[:number], written, *saved[number + 1 :]]
 
-        # An entry for each layer, and no slots: a microbatch's backward follows its forward at once.
+        # An entry for each layer, and no slots: a microbatch's backward follows its forward.
         def empty(layers: LayerRange) -> Any:
             most, split = layers.most(self._counts), layers.split
             pool = lambda a, hosted: host_memory.empty_pool((most, *a.shape), a.dtype, hosted)
