@@ -113,6 +113,7 @@ def keep_products(equation) -> bool:
             sums |= PLACES
         product = is_only(equation, VIEWS | PRODUCTS | sums) and has(equation, PRODUCTS)
         return product or has(equation, BLOCK_PRODUCTS)
+    # A product with a batch dimension is attention's own, of queries and keys: it is recomputed.
     return _decides(equation) or (
         name in PRODUCTS
         and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
@@ -139,6 +140,7 @@ def _decides(equation) -> bool:
     name = equation.primitive.name
     if name == NAME:
         return equation.params["name"] == KEPT_BY_TOKENS
+    # top_k is a router's; a maximum of all of a tensor's numbers gives the scale of its FP8.
     return name == "top_k" or (name in MAXIMA and equation.outvars[0].aval.ndim == 0)
 
 
@@ -208,6 +210,9 @@ class LayerSplit:
         self.on_host = Residuals([False] * len(crossing.for_b), [False] * len(for_w))
         self.weight_stash = _shapes(stashed)
         self.gathered = [is_gathered(flat, value) for value in stashed]
+        # Each op has the equations that its results need, from what has crossed by then. One may be
+        # in several ops: what is cheap is computed again and not saved. BACKWARD has B's and W's
+        # together, so nothing is stashed.
         self._equations = {
             LayerOp.WHOLE: flat.needed([flat.y], ()),
             LayerOp.FORWARD: flat.needed([flat.y, *saved], ()),
@@ -231,6 +236,7 @@ class LayerSplit:
         """A tree of bools like the parameters, a quantized one as one: whether an op reads each."""
         used = {a for equation in self._equations.get(op, ()) for a in variables(equation.invars)}
         arrays = iter(self._flat.params)
+        # WHOLE runs the layer as it is written, which may read each parameter.
         reads = [
             op is LayerOp.WHOLE or not used.isdisjoint(list(itertools.islice(arrays, count)))
             for count in self._arrays_of
@@ -320,6 +326,7 @@ class _Trace:
 
     def flat(self, keep: KeepRule) -> FlatLayer:
         """The trace without calls, traced again. keep: as for `inline`"""
+        # `inline` evaluates the equations inside of calls one by one, so the second trace is flat.
         inlined = lambda *args: inline(self.closed.jaxpr, self.closed.consts, args, keep)
         closed = jax.make_jaxpr(inlined)(*self.examples)
         jaxpr, n = closed.jaxpr, self.n_params
@@ -342,6 +349,7 @@ def _trace(layer: Callable, params, x, extra) -> _Trace:
         gradients, dx = vjp(args[-1])
         return [y, dx, *jax.tree.leaves(gradients)]
 
+    # The gradient of y has the shape and dtype of y, and so of x.
     examples = [*leaves, *extras, x, x]
     return _Trace(jax.make_jaxpr(output_and_gradients)(*examples), examples, n)
 
@@ -355,6 +363,7 @@ class RecomputedLayer:
 
     def __init__(self, layer: Callable, params, x: jax.ShapeDtypeStruct, on_host: bool = False):
         self.layer, self.residuals, self.on_host = layer, x, on_host
+        # Forward and backward both run the layer, so both read all parameters.
         self._reads = jax.tree.map(lambda _: True, params)
 
     def reads(self, op: LayerOp) -> Any:

@@ -175,6 +175,7 @@ class Crossing:
 def plan_crossing(layer: FlatLayer, keep: KeepRule, cheap: frozenset[str]) -> Crossing:
     """keep: what may cross from the forward to the backward; cheap: the primitives whose results an
     op makes once more from operands that have crossed"""
+    # What the forward saves is decided first: all that the backward reads must come from it.
     saved = saved_values(layer, keep, cheap)
     fates = weight_fates(layer, saved, cheap)
     for_w = {value for value, fate in fates.items() if fate is Fate.SAVED}
@@ -216,10 +217,12 @@ def weight_fates(layer: FlatLayer, saved: Sequence, cheap: frozenset[str]) -> di
     saved: the residuals
     """
     residuals = set(saved)
+    # What B computes in any case costs W nothing but memory until it runs.
     in_b = {a for e in layer.needed([layer.dx], saved) for a in e.outvars}
     remade_from: dict[Any, set] = {}
 
     def fate_of(value) -> Fate:
+        # The order of these questions matters: the first that is true decides.
         if value in residuals:
             return Fate.SAVED
         if value is layer.g:
@@ -266,6 +269,7 @@ def is_gathered(layer: FlatLayer, value) -> bool:
             continue
         if has(maker, GATHERS):
             return True
+        # Only rounding to FP8 stands between such a value and its gather.
         seen.add(value)
         if is_only(maker, ROUNDING) and (len(seen) > 1 or is_fp8(value)):
             todo += variables(maker.invars)

@@ -65,6 +65,7 @@ def bind(equation, values):
     """Evaluates one equation, inside attention's name scope if it has that."""
     scope = jax.named_scope(causal.SCOPE) if in_attention(equation) else None
     with scope or contextlib.nullcontext():
+        # Turns jaxprs among the stored parameters into what the primitive is bound with.
         params = equation.primitive.get_bind_params(equation.params)
         out = equation.primitive.bind(*values, **params)
     return out if equation.primitive.multiple_results else [out]
@@ -85,12 +86,16 @@ def inline(jaxpr, consts, args, keep: KeepRule):
         values = [value_of(a, env) for a in equation.invars]
         params, name = equation.params, equation.primitive.name
         inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
+        # An unrolled scan is cut like other equations. A loop that must stay whole is a `while`.
         if name == "scan":
             out = _unrolled(params, values, keep)
+        # A name is an equation by itself. Without it the value may be recomputed like any other.
         elif name == NAME and not keep(equation):
             out = values
         elif name in CALLS and inner is not None and not is_part(equation):
             body, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            # `differentiated` marks the second run of jax.checkpoint, in the backward. The scope's
+            # name survives the second trace and tells it from the forward's own equations.
             scope = (
                 jax.named_scope(RECOMPUTED)
                 if params.get("differentiated")

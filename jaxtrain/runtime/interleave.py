@@ -258,6 +258,7 @@ def _cut(part: Sequence, messages: Sequence, far_first: bool) -> tuple[Sequence,
     nodes, which takes longer.
     """
     products = _on_the_way(part, messages)
+    # Each side of the cut keeps at least one of these products.
     ends = [i for i, equation in enumerate(part, 1) if equation in products]
     if len(ends) < 2:
         return (part, []) if far_first else ([], part)
@@ -292,6 +293,7 @@ def _way(messages: Sequence) -> tuple[Any, bool]:
 def _parts(equations: Iterable) -> list[list]:
     """Equations as [part, messages, part, messages, …, part]. Messages that do not wait for each
     other are together; a part is what they need, or what needs the last ones."""
+    # Part n is at index 2·n, the messages after it at 2·n + 1.
     passed: dict[Any, int] = {}  # variable → the most messages on a way to it
     parts: dict[int, list] = {}
     for equation in equations:
@@ -317,6 +319,7 @@ def _on_the_way(part: Sequence, messages: Sequence, only_last: bool = False) -> 
     large = _large(part)
     maker = {out: equation for equation in part for out in equation.outvars}
     read = {a for equation in part for a in variables(equation.invars)}
+    # Back from what the messages read, or without messages from the part's own results.
     todo = [a for m in messages for a in variables(m.invars)]
     todo = todo or [a for a in maker if a not in read]
     seen: set[int] = set()
@@ -331,6 +334,7 @@ def _on_the_way(part: Sequence, messages: Sequence, only_last: bool = False) -> 
 def _large(equations: Sequence) -> set[int]:
     """The ids of kernels and large products."""
     work = {id(equation): _work(equation) for equation in equations}
+    # Kernels count as large whatever the products are, and do not make these small.
     largest = max((w for w in work.values() if w < math.inf), default=0.0)
     return {key for key, w in work.items() if w and w >= LARGE * largest}
 
@@ -344,6 +348,7 @@ def _work(equation) -> float:
         (contracted, _), _ = equation.params["dimension_numbers"]
         depth = math.prod(equation.invars[0].aval.shape[d] for d in contracted)
         return float(depth * equation.outvars[0].aval.size)
+    # Elementwise work on experts' rows is a call with loops inside, but no product.
     if is_on_rows(equation):
         return 0.0
     return sum(_work(e) for jaxpr in inside(equation) for e in jaxpr.eqns)

@@ -85,14 +85,15 @@ class LayerCollectives:
     def reduce_late(self) -> bool:
         """True where a layer's gradients are reduced one trip late, so that the collective overlaps
         with the products of the next layer."""
-        # XLA's GPU compiler moves no collective into a loop's next trip by itself. A TPU's makes
-        # these collectives asynchronous in any case.
+        # XLA's GPU compiler moves no collective into a loop's next trip by itself: a reduction would
+        # stand alone behind its layer's last product. TPUs do not need it.
         return on_nvidia_gpu()
 
     def parameters(self, stack, i: Number, reads: Callable[[], Any]) -> Any:
         """Layer i's parameters, gathered where `reads()`, a tree of bools like them, says so."""
         one = lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
         params = jax.tree.map(one, stack)
+        # Matrices of FP8 lie in one order in memory, or XLA transposes the stack in every tick.
         if on_nvidia_gpu() and self.reductions is not None:
             params = jax.tree.map(in_memory_order, self.reductions, params)
         if not self.zero.gathers_in_ops:
@@ -112,14 +113,39 @@ class LayerCollectives:
                 lambda g, r: reduce_in_op(g, r, self.zero.dtype), gradients, self.reductions
             )
 
+    def add(self, sums, gradients, i: Number, is_single: bool) -> Any:
+        """The stack `sums` with layer i's gradients, which are reduced before if ops do that.
+        is_single: layer i is the stack's only one"""
+        if self.zero.reduces_in_ops:
+            gradients = self.reduced(gradients)
+        # The sum of two arrays, where no other layer's sums have to stay in place.
+        if is_single:
+            return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), sums, gradients)
+        return jax.tree.map(lambda a, g: a.at[i].add(g.astype(a.dtype)), sums, gradients)
+
     def added(self, sums, gradients, i: Number) -> Any:
-        """Layer i's gradients added to its sums in the stack `sums`, in the type of the sums."""
+        """Layer i's gradients and its sums in the stack `sums`: one layer's arrays, in the type of
+        the sums."""
         return jax.tree.map(
             lambda a, g, r: in_order(a[i], r) + g.astype(a.dtype), sums, gradients, self.reductions
         )
 
 
-RangeBounds = dict[LayerRange, tuple[Number, Number]]  # range → its first layer, its last one + 1
+# A range's bounds on this stage: its first layer, and the number after its last one.
+RangeBounds = dict[LayerRange, tuple[Number, Number]]
+
+
+def bounds_on_stage(ranges: Sequence[LayerRange], counts: Sequence[int], stage) -> RangeBounds:
+    """counts: the unit's layers on each stage; stage: this device's, a traced int32"""
+    bounds = {}
+    for layers in ranges:
+        # Equal bounds stay ints: a loop of a known number of trips may be none at all.
+        begin, end = (
+            values[0] if len(set(values)) == 1 else jnp.asarray(values)[stage]
+            for values in zip(*map(layers.bounds, counts), strict=True)
+        )
+        bounds[layers] = begin, end
+    return bounds
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -168,6 +194,7 @@ def plan_loops(
         stage has it
     """
     loops = []
+    # A backward goes through the ranges from the last one, and through each from its last layer.
     ranges = list(reversed(bounds.items()) if reverse else bounds.items())
     for number, (layers, (begin, end)) in enumerate(ranges):
         peels_first = peel_first and number == 0
@@ -197,6 +224,7 @@ def run_loops_gathering(
 ):
     """The same, where gathered(i) has collectives: each layer's trip begins with the gathers of the
     next layer, so that they overlap with this layer's products."""
+    # The first layer's parameters are gathered before all loops; nothing overlaps with that.
     way = -1 if loops[0].reverse else 1
     state = gathered(loops[0].layer(0)), carry
     for loop in loops:
@@ -215,6 +243,7 @@ def run_loops_gathering(
 
 def run_trips(start: Number, stop: Number, step: Callable, carry):
     """`lax.fori_loop`, without a loop for a number of trips that is known to be 0 or 1."""
+    # XLA fuses and reorders nothing across a loop's border, so one known trip stands outside.
     if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
         return step(start, carry) if stop > start else carry
     return lax.fori_loop(start, stop, step, carry)

@@ -28,7 +28,7 @@ from jaxtrain.runtime.layer_loops import (
     LayerRange,
     Loop,
     Number,
-    RangeBounds,
+    bounds_on_stage,
     plan_loops,
     run_loops,
     run_loops_gathering,
@@ -149,8 +149,7 @@ class LayerStack:
         extra_of_layer: Callable | None = None,
     ):
         self.unit = str(unit)
-        self._collectives = collectives
-        self._extra_of_layer = extra_of_layer
+        self._collectives, self._extra_of_layer = collectives, extra_of_layer
         # layer of the unit → its number in the model; only `extra_of_layer` needs them
         self._numbers: Any = None
         if extra_of_layer:
@@ -164,13 +163,7 @@ class LayerStack:
         self._counts = [1] if self._is_single else counts
         self._sizes = placement.sizes
         self._ranges = [each for each in ranges if each.most(self._counts)]
-        self.bounds: RangeBounds = {}
-        for each in self._ranges:
-            begin, end = (
-                values[0] if len(set(values)) == 1 else jnp.asarray(values)[stage]
-                for values in zip(*map(each.bounds, self._counts), strict=True)
-            )
-            self.bounds[each] = begin, end
+        self.bounds = bounds_on_stage(self._ranges, self._counts, stage)
 
     @property
     def reduces_in_last(self) -> bool:
@@ -191,9 +184,7 @@ class LayerStack:
 
     def extra(self, extra, i: Number):
         """What layer i reads beside its input."""
-        if self._extra_of_layer is None:
-            return extra
-        return self._extra_of_layer(extra, self._numbers[i])
+        return self._extra_of_layer(extra, self._numbers[i]) if self._extra_of_layer else extra
 
     def parameters(self, params, i: Number, op: LayerOp):
         """Layer i's parameters, gathered where the op reads them."""
@@ -268,9 +259,10 @@ class LayerStack:
 
         ranges = [each for each in self._ranges if op != "R" or each.recomputed]
         names = {name for each in ranges for name in each.pools_of_forward}
+        # As WHOLE, F gathers every parameter: some of its layers may run as they are written.
         layer_op = LayerOp.WHOLE if op == "F" else LayerOp.FORWARD
-        loops = self._plan(layer_op, ranges=ranges)
-        y, written = self._run(loops, layer_op, body, params, (x, pools_of(pools, names)))
+        loops, carry = self._plan(layer_op, ranges=ranges), (x, pools_of(pools, names))
+        y, written = self._run(loops, layer_op, body, params, carry)
         return y, merged(pools, written)
 
     def rebuilt(self, params, extra, pools: Pools, slots: TickSlots) -> Pools:
@@ -295,20 +287,20 @@ class LayerStack:
             return written
 
         ranges = [each for each in self._ranges if each.recomputed]
+        # Inputs are only read here, so the loops need not carry their pool.
         names = {name for each in ranges for name in (each.residual_b, each.residual_w)}
         written = pools_of(pools, names)
-        has_messages = any(each.split.has_messages for each in ranges)
+        in_pairs = any(each.split.has_messages for each in ranges)
         # Gathered parameters come a layer ahead, which needs one layer a trip.
-        if self._collectives.zero.gathers_in_ops or not has_messages:
-            written = self._run(self._plan(op, ranges=ranges), op, body, params, written)
-            return merged(pools, written)
+        if self._collectives.zero.gathers_in_ops or not in_pairs:
+            loops = self._plan(op, ranges=ranges)
+            return merged(pools, self._run(loops, op, body, params, written))
         odd = {}  # range → the bounds of its last layer, where their number is odd
         with jax.named_scope(PAIRS_OF_R):
             for layers in ranges:
                 begin, end = self.bounds[layers]
                 pairs = (end - begin) // 2
-                step = functools.partial(pair, layers, begin)
-                written = run_trips(0, pairs, step, written)
+                written = run_trips(0, pairs, functools.partial(pair, layers, begin), written)
                 odd[layers] = begin + 2 * pairs, end
         with jax.named_scope(REST_OF_R):
             written = self._run(plan_loops(odd), op, body, params, written)
@@ -340,7 +332,8 @@ class LayerStack:
 
         def body(layers: LayerRange, i: Number, p, sums):
             of_layer = self.slots(layers, i, slots)
-            return self._add(sums, of_layer.weight_gradient(p, self.extra(extra, i), pools), i)
+            gradients = of_layer.weight_gradient(p, self.extra(extra, i), pools)
+            return self._collectives.add(sums, gradients, i, self._is_single)
 
         return self._run(self._plan(op), op, body, params, sums)
 
@@ -371,24 +364,15 @@ class LayerStack:
             return shards
         return with_reduced(shards, waiting[0], self.bounds[self._ranges[-1]][1] - 1)
 
-    def _add(self, sums, gradients, i: Number):
-        """The sums with layer i's gradients."""
-        if self._collectives.zero.reduces_in_ops:
-            gradients = self._collectives.reduced(gradients)
-        # The only layer of a stack takes the whole array: no update in place is needed.
-        if self._is_single:
-            return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), sums, gradients)
-        return jax.tree.map(lambda a, g: a.at[i].add(g.astype(a.dtype)), sums, gradients)
-
     # ------------------------------------------------------------------ forward and backward
 
     def output_saving(self, params, x: jax.Array, extra) -> tuple[jax.Array, list[Any]]:
         """Returns (the unit's output, for each range of layers their residuals [layers, ...] in the
         device's or the host's memory)."""
         op = LayerOp.FORWARD
-        places = [each.split.on_host for each in self._ranges]
-        # One layer's residuals need no array to be written into.
-        if self._is_single and not any(jax.tree.leaves(places)):
+        # One layer's residuals need no array to be written into, unless that is on the host.
+        on_host = any(jax.tree.leaves([each.split.on_host for each in self._ranges]))
+        if self._is_single and not on_host:
             (layers,) = self._ranges
             p = self.parameters(params, 0, op)
             y, values = layers.split.output_and_residuals(p, x, self.extra(extra, 0))
@@ -402,6 +386,7 @@ class LayerStack:
             written = jax.tree.map(write, saved[number], values)
             return y, [*saved[:number], written, *saved[number + 1 :]]
 
+        # An entry for each layer, and no slots: a microbatch's backward follows its forward.
         def empty(layers: LayerRange) -> Any:
             most, split = layers.most(self._counts), layers.split
             pool = lambda a, hosted: host_memory.empty_pool((most, *a.shape), a.dtype, hosted)
@@ -415,6 +400,7 @@ class LayerStack:
         from what `output_saving` has saved."""
         op, reduces = LayerOp.BACKWARD, self._collectives.zero.reduces_in_ops
         late = reduces and self._collectives.reduce_late and not self._is_single
+        add = functools.partial(self._collectives.add, is_single=self._is_single)
         saved_of = dict(zip(self._ranges, saved, strict=True))
 
         def body(layers: LayerRange, i: Number, p, carry):
@@ -425,12 +411,12 @@ class LayerStack:
             residuals = jax.tree.map(lambda a: host_memory.read_at(a, at), saved_of[layers])
             gradients, g = layers.split.gradients(p, self.extra(extra, i), residuals, g)
             if not late:
-                return g, self._add(sums, gradients, i)
-            return g, self._add(sums, waiting[0], i + 1) if waiting else sums, gradients
+                return g, add(sums, gradients, i)
+            return g, add(sums, waiting[0], i + 1) if waiting else sums, gradients
 
         loops = self._plan(op, reverse=True, peel_first=late)
         g, sums, *waiting = self._run(loops, op, body, params, (g, sums))
-        return self._add(sums, waiting[0], 0) if late else sums, g
+        return add(sums, waiting[0], 0) if late else sums, g
 
 
 def pools_of(pools: Pools, names: Iterable[str]) -> Pools:

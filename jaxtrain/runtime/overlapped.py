@@ -56,11 +56,14 @@ class Forward:
 
     def layer(self, layers: LayerRange, i: Number, x: jax.Array) -> TracedOp:
         """Layer i, from its input x. Its result: (its output, its residuals or None)."""
-        op = LayerOp.WHOLE if self.op == "F" else LayerOp.FORWARD
-        p = self.stack.parameters(self.params, i, op)
+        # Parameters are gathered as by an F or K on its own: an F gathers all of them, since some
+        # of the unit's layers may run as they are written.
+        unit_op = LayerOp.WHOLE if self.op == "F" else LayerOp.FORWARD
+        p = self.stack.parameters(self.params, i, unit_op)
+        # A layer that R recomputes leaves no residuals in F.
         recomputed = self.op == "F" and layers.recomputed
-        op = LayerOp.WHOLE if recomputed else LayerOp.FORWARD
-        return layers.split.forward(op, p, x, self.stack.extra(self.extra, i))
+        layer_op = LayerOp.WHOLE if recomputed else LayerOp.FORWARD
+        return layers.split.forward(layer_op, p, x, self.stack.extra(self.extra, i))
 
     def with_saved(
         self, layers: LayerRange, i: Number, x: jax.Array, residuals: Residuals | None, pools: Pools
@@ -117,10 +120,12 @@ def plan_pairs(f_bounds: RangeBounds, b_bounds: RangeBounds) -> list[PairLoop]:
         list(bounds.values())[-1][1] if bounds else 0 for bounds in (f_bounds, b_bounds)
     )
     f_trips = [(layers, begin, end) for layers, (begin, end) in f_bounds.items()]
+    # B runs its unit from the last layer on, so its ranges count from there.
     b_trips = [
         (layers, b_count - end, b_count - begin)
         for layers, (begin, end) in reversed(b_bounds.items())
     ]
+    # A pair of ranges that share no trip gives a loop without one.
     loops = [
         PairLoop(f, b, larger(f_begin, b_begin), smaller(f_end, b_end))
         for (f, f_begin, f_end), (b, b_begin, b_end) in itertools.product(f_trips, b_trips)
@@ -167,6 +172,7 @@ def forward_and_input_gradient(
 
     names = {name for each in forward.stack.bounds for name in each.pools_of_forward}
     names |= {n for r in b_ranges for n in (r.residual_b, r.residual_w, r.weight_stash)}
+    # One carry for both ops: each trip reads and writes pools of both microbatches.
     carry = forward.x, backward.g, pools_of(pools, names)
     for loop in plan_pairs(forward.stack.bounds, b_ranges):
         step: Callable

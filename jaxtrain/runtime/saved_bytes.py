@@ -84,6 +84,7 @@ def as_used(
     split it in the manual region"""
     if not spec.cast:
         return a
+    # The products of other parameters stay in `compute`.
     if fp8 is None or not spec.product:
         return a.astype(compute)
     if fp8.blocks:
@@ -105,6 +106,7 @@ def host_rule(mode: str, save: Sequence[str], offload: bool = False) -> HostRule
     with full the layer's input at most, from which R makes the rest in the device's memory."""
     if offload and mode != "full":
         return lambda maker: True
+    # A layer's input has no equation that makes it, and so no maker: it is asked for by its name.
     names = names_on_host(save) if mode == SELECTIVE else ()
     return lambda maker: makes_named(names, maker) if maker else LAYER_INPUT in names
 
@@ -130,6 +132,7 @@ def in_manual_region(
     results = []
 
     def trace() -> jax.Array:
+        # The list has objects that shard_map cannot return, so it leaves by the closure.
         results.extend(make())
         return jnp.zeros(())
 
@@ -137,6 +140,7 @@ def in_manual_region(
         trace, mesh=mesh, in_specs=(), out_specs=P(), axis_names=manual_axes(mesh), check_vma=False
     )
     with traced_for(target), collective_matmul.requested(beside_products), cudnn.stand_in():
+        # Only traced: the devices of `target` need not be there.
         jax.eval_shape(run)
     return results
 
@@ -150,6 +154,7 @@ def bytes_of(split: LayerSplit, model: int) -> LayerBytes:
     size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // model
     largest = lambda arrays: max((size([a]) for a in arrays), default=0)
     hosted = lambda arrays, places: size(itertools.compress(arrays, places))
+    # B gathers these over `model`, so each device has all of them and not a share.
     gathered = [a for a, g in zip(split.weight_stash, split.gathered, strict=True) if g]
     whole = lambda arrays: [a for a in arrays if a.size == split.x.size]
     return LayerBytes(
@@ -202,6 +207,7 @@ class LayerOnMesh:
         layer = RuntimeLayer(parts, compute, fp8, self.dense)
         shape = self.sequences, self.tokens, self.cfg.width
         extra = examples(self.sequences, self.tokens, self.documents)
+        # The second cut uses the first one's trace, which takes most of the time.
         everything = layer.split(shape, extra, keep_everything, host_rule("none", ()))
         saved = everything.recut(keep_rule(mode, save)).placed(host_rule(mode, save))
         return [everything, saved]
