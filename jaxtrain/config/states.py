@@ -6,6 +6,9 @@
        ▼                        ▼
     FilledConfig            ResolvedConfig      and every dependent default is filled in
 
+rules/mesh_rules.py: on_mesh gives the mesh its sizes on a number of devices. A CheckedRun has a
+MeshedConfig, a PreparedRun a ResolvedConfig (pipeline/prepared_run.py).
+
 In some settings, as their docs say, 0, "" or auto means a default that depends on other settings.
 A checkpoint has a StoredConfig, which is filled. `replace` (paths.py) changes settings and returns
 a Config whatever it began with.

@@ -1,6 +1,12 @@
 """Mixture of experts: a router that chooses some of many MLPs for each token, and the losses and
 counts that balance their load.
 
+`MoE.__call__` is the way of a token. `spread` gathers tokens over `model`, and the router chooses
+experts. `to_experts` sends a row for each choice to the device of its expert (in two steps by way
+of a gateway), where the expert's MLP is applied to it. `product_combined` sends the results back
+and adds them up, and `collect` splits them along the sequence. parallel/experts/__init__.py says
+which file has what.
+
 Shape suffixes: B batch, T tokens, K choices of a token, D width, E experts, F columns of an expert.
 """
 
@@ -159,8 +165,7 @@ class MoE(nnx.Module):
     `shared_experts` that all tokens use.
 
     batch_size: sequences in a step, over which the router's losses are a mean.
-    nodes: that the experts' devices span, for rows that go in two steps
-    (parallel/experts/).
+    nodes: the number that the experts' devices span; with several, rows go in two steps
     """
 
     def __init__(self, cfg: ResolvedModel, residual_std: float, batch_size: int, nodes: int = 1):
@@ -179,9 +184,10 @@ class MoE(nnx.Module):
         self.shared_down = weight((shared, d), down_EFD[1:], residual_std) if shared else None
 
     def __call__(self, x_BTD, drops: bool = True) -> jax.Array:
-        """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` every token is
-        served."""
+        """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` no choice of an
+        expert is dropped."""
         b, t, d = x_BTD.shape
+        # The router and the experts read all tokens: one gather, and one sum of both gradients.
         gathered_BTD, x_MBTD = placement.spread(x_BTD)
         gates_BTK, routing = self.router(gathered_BTD, drops)
         x_MBTD = fp8.differentiable(x_MBTD, self.up.get_value())
@@ -191,31 +197,31 @@ class MoE(nnx.Module):
         spec = placement.DispatchSpec(
             self.experts, b, t, fills_empty=is_fp8, nodes=self.nodes, mean_rows=mean_rows
         )
-        hidden = None
+        shared_hidden = None
         if self.shared_up is not None:
             # The shared experts' first products overlap with the all-to-all to the experts, in two
             # steps with the one across nodes, their last product with the one back; so do the
             # gradients'. Left to itself XLA overlaps all of them with one of the two, or with the
             # few numbers that routing exchanges.
             x_MERD = dispatch.after_routing(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
-            hidden = _activation(*_inner(x_MERD, self.shared_up, self.shared_gate))
-        sent = dispatch.to_gateways(x_MBTD, routing, spec)
+            shared_hidden = _activation(*_inner(x_MERD, self.shared_up, self.shared_gate))
+        at_gateways = dispatch.to_gateways(x_MBTD, routing, spec)
         in_steps = isinstance(routing, TwoSteps)
-        if hidden is not None and in_steps:
-            sent, hidden = dispatch.behind_one_barrier(sent, hidden)
-        received, gates = dispatch.to_experts(sent, gates_BTK, routing, spec)
+        if shared_hidden is not None and in_steps:
+            at_gateways, shared_hidden = dispatch.behind_one_barrier(at_gateways, shared_hidden)
+        received, gates = dispatch.to_experts(at_gateways, gates_BTK, routing, spec)
         received = named(ROUTED, received)
-        if hidden is not None and not in_steps:
-            received, hidden = dispatch.behind_one_barrier(received, hidden)
-        if hidden is not None:
-            hidden = named(MLP_HIDDEN, hidden)
+        if shared_hidden is not None and not in_steps:
+            received, shared_hidden = dispatch.behind_one_barrier(received, shared_hidden)
+        if shared_hidden is not None:
+            shared_hidden = named(MLP_HIDDEN, shared_hidden)
         inner = _inner(received, self.up, self.gate, routing.sizes, mean_rows)
-        h = activated(_activation, inner, gates, routing.sizes, mean_rows)
-        h = named(MLP_HIDDEN, h)
-        y_MBTD = products.product_combined(h, _matrices(self.down, h), routing, spec)
-        if hidden is not None and self.shared_down is not None:
-            down = _matrices(self.shared_down, hidden)
-            shared = products.product(hidden, down, None, products.ROWS)
+        hidden = activated(_activation, inner, gates, routing.sizes, mean_rows)
+        hidden = named(MLP_HIDDEN, hidden)
+        y_MBTD = products.product_combined(hidden, _matrices(self.down, hidden), routing, spec)
+        if shared_hidden is not None and self.shared_down is not None:
+            down = _matrices(self.shared_down, shared_hidden)
+            shared = products.product(shared_hidden, down, None, products.ROWS)
             y_MBTD += shared.reshape(y_MBTD.shape)
         return placement.collect(y_MBTD)
 

@@ -235,12 +235,14 @@ def gradient_of(x, gradient: jax.Array):
 
 def multiplicable(a: Quantized, b: Quantized) -> tuple[jax.Array, jax.Array]:
     """The tensors' numbers as the device multiplies them: in FP8, or in the compute type."""
+    # bfloat16 has all numbers of e4m3 and e5m2, so devices without FP8 multiply the same numbers.
     x, y, compute = a.numbers, b.numbers, a.use.compute
     return (x, y) if has_fp8(target_device()) else (x.astype(compute), y.astype(compute))
 
 
 def rescaled(product: jax.Array, a: Quantized, b: Quantized) -> jax.Array:
     """The product of two tensors, of the compute type, from that of their numbers."""
+    # The scales' product is one scalar, so the result is multiplied once.
     return (product.astype(jnp.float32) * (a.scale * b.scale)).astype(a.use.compute)
 
 

@@ -160,6 +160,8 @@ def _in_int8(move: Callable, parts: list[jax.Array]) -> list[jax.Array]:
     kinds = zip(*map(quantise, parts), strict=True)
     numbers, scales = ([*kind] for kind in kinds)
     arrived = []
+    # One message for the numbers of all arrays and one for their scales: slow links cost time for
+    # each message.
     for arrays in (numbers, scales):
         ends = np.cumsum([a[0].size for a in arrays])[:-1]
         pieces = jnp.split(
@@ -174,6 +176,7 @@ def _in_int8(move: Callable, parts: list[jax.Array]) -> list[jax.Array]:
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """float32 [..., block] → (int8, the scale of each block, float32 [..., 1]); a block's largest
     value becomes ±127."""
+    # A block of zeros has the scale 0, and is divided by 1.
     scale = jnp.abs(x).max(-1, keepdims=True) / 127
     return jnp.round(x / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale
 

@@ -306,13 +306,13 @@ class _Search:
         # the work grows with the chunks; a file's table needs none
         total, done = max(1, sum(repeats) * len(vocabularies)), 0
         candidates, too_small = [], []
+        # One candidate that does not fit into `memory` is no error. If none does, the least bound
+        # that would do for any of them is the fix.
         for number, vocabulary in itertools.product(repeats, vocabularies):
             report = report_share(self.report, done / total, number / total)
             for chunks in self._cuts(number):
                 try:
                     candidates.append(self._candidate(number, chunks, vocabulary, memory, report))
-                # One candidate that does not fit is no error. If none does, the least bound that
-                # would do for any of them is the fix.
                 except table_search.MemoryTooSmall as error:
                     too_small.append(error.least)
             done += number
@@ -348,10 +348,9 @@ class _Search:
             stages_of = [PLACEMENTS[name](self.stages, repeats) for name in dict.fromkeys(names)]
         if pipeline.layer_costs or not ends_with_layers(self.model):
             return [spread(layers, len(units), pipeline.layer_costs)]
-        # Layers that no chunk has stand before the first chunk or after the last one, which may be
-        # without others.
-        # `times` are of a stage, and the time of one layer is what there is to balance: 4 stages, 8
-        # layers and F + B + W + R = 6 make 3 for each layer.
+        # Dense layers run before the first chunk, prediction modules after the last one; these two
+        # chunks may then have no layer of their own. `times` are of a stage, and one layer is what
+        # there is to move: with 4 stages, 8 layers and F + B + W + R = 6 it takes 3.
         saved = times.overlap if pipeline.overlap else 0.0
         layer = (times.F + times.B + times.W + times.R - saved) * self.stages / layers
         work = TimesToBalance(layer, before=2 * times.embed, after=times.head)

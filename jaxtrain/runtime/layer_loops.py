@@ -16,7 +16,7 @@ same, and traced int32 where they differ, so a stage with fewer layers computes 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from jaxtrain.devices.mesh import on_nvidia_gpu
 from jaxtrain.parallel.zero import Zero, gather, in_memory_order, in_order, reduce_in_op
 
 Number = Any  # an int, or a traced int32
-LayerBody = Callable  # (layer's number, its parameters, carry) → carry
+LayerBody = Callable  # (a layer's range, its number, its parameters, carry) → carry
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +52,11 @@ class LayerRange:
     residual_w: str = "residual_w"
     weight_stash: str = "weight_stash"
     layer_input: str = ""
+
+    @property
+    def pools_of_forward(self) -> list[str]:
+        """The names of the pools that F or R fills."""
+        return [n for n in (self.residual_b, self.residual_w, self.layer_input) if n]
 
     def bounds(self, layers: int) -> tuple[int, int]:
         """Returns (the number of the lowest layer, the number after the highest) in a unit of so
@@ -179,42 +184,30 @@ def plan_loops(
 # --- two ways to run it ---------------------------------------------------------------------------
 
 
-def run_loops(
-    loops: Sequence[Loop],
-    bodies: Mapping[LayerRange, LayerBody],
-    parameters: Callable[[Number], Any],
-    carry,
-):
-    """carry = body(i, parameters(i), carry) for each layer i, by the body of its range."""
+def run_loops(loops: Sequence[Loop], body: LayerBody, parameters: Callable[[Number], Any], carry):
+    """carry = body(range, i, parameters(i), carry) for each layer i."""
     for loop in loops:
-        body = bodies[loop.layers]
-        carry = loop.run(
-            lambda i, carry, body=body: body(i, parameters(i), carry),
-            carry,
-        )
+        step = lambda i, carry, layers=loop.layers: body(layers, i, parameters(i), carry)
+        carry = loop.run(step, carry)
     return carry
 
 
 def run_loops_gathering(
-    loops: Sequence[Loop],
-    bodies: Mapping[LayerRange, LayerBody],
-    gathered: Callable[[Number], Any],
-    carry,
+    loops: Sequence[Loop], body: LayerBody, gathered: Callable[[Number], Any], carry
 ):
     """The same, where gathered(i) has collectives: each layer's trip begins with the gathers of the
     next layer, so that they overlap with this layer's products."""
     way = -1 if loops[0].reverse else 1
     state = gathered(loops[0].layer(0)), carry
     for loop in loops:
-        body = bodies[loop.layers]
-        # Without a peeled last trip the last layer gathers once more, a layer whose number is
-        # clamped: a stage may have no layer in the last range, so no layer is known to be last.
+        # A stage may have no layer in the last range. Then no layer is known to run last, none is
+        # peeled, and the one that does gathers a layer that nobody reads: its number is clamped.
         is_last = loop.peeled and loop is loops[-1]
 
-        def step(i, state, body=body, is_last=is_last):
+        def step(i, state, layers=loop.layers, is_last=is_last):
             parameters, carry = state
             following = None if is_last else gathered(i + way)
-            return following, body(i, parameters, carry)
+            return following, body(layers, i, parameters, carry)
 
         state = loop.run(step, state)
     return state[1]

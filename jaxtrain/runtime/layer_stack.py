@@ -1,10 +1,10 @@
 """The ops of one unit's layers on one stage: loops over the unit's stacked parameters.
 
-Begin with `LayerStack.input_gradient`, which has the form of every op: a `body` for each range of
-layers says what one layer does, with its parameters and a carry; `_each_layer` runs the bodies in
-the loops that layer_loops.py plans. What a layer leaves for a later op of its microbatch lies in
-pools of slots: `LayerSlots` reads and writes those of one layer. overlapped.py has the op that runs
-two units at once.
+Begin with `LayerStack.input_gradient`, which has the form of every op: `body` says what one layer
+does, with its parameters and a carry; `_plan` gives the loops over the layers (layer_loops.py), and
+`_run` runs the body in them. What a layer leaves for a later op of its microbatch lies in pools of
+slots: `LayerSlots` reads and writes those of one layer. overlapped.py has the op that runs two
+units at once.
 
 x and y are the unit's input and output, g the gradient of one of them: [B, T, D] of the compute
 type. `extra` is what a layer reads beside x.
@@ -12,7 +12,7 @@ type. `extra` is what a layer reads beside x.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jaxtrain.runtime.layer_loops import (
     LayerBody,
     LayerCollectives,
     LayerRange,
+    Loop,
     Number,
     RangeBounds,
     plan_loops,
@@ -68,9 +69,12 @@ class LayerSlots:
         """The residuals that W reads."""
         return self._read(pools, self.layers.residual_w, self.layers.split.residuals.for_w)
 
-    def weight_stash(self, pools: Pools) -> list[jax.Array]:
-        """What the layer's B has left for W."""
-        return self._read(pools, self.layers.weight_stash, self.layers.split.weight_stash)
+    def weight_gradient(self, params, extra, pools: Pools) -> Any:
+        """W of the layer: the gradients of its parameters, from what F and B have left."""
+        split = self.layers.split
+        for_w = self.for_w(pools)
+        stash = self._read(pools, self.layers.weight_stash, split.weight_stash)
+        return split.weight_gradient(params, extra, for_w, stash)
 
     def layer_input(self, pools: Pools) -> jax.Array:
         """The layer's input, which F has left for R."""
@@ -204,47 +208,46 @@ class LayerStack:
         reads = [layers.split.reads(op) for layers in self._ranges]
         return jax.tree.map(lambda *of_ranges: any(of_ranges), *reads)
 
-    def _each_layer(
+    def _plan(
         self,
         op: LayerOp,
-        bodies: Mapping[LayerRange, LayerBody],
-        params,
-        carry,
         reverse: bool = False,
         peel_first: bool = False,
-    ):
-        """carry = body(i, parameters of layer i, carry) for every layer i of the ranges in
-        `bodies`.
+        ranges: Sequence[LayerRange] | None = None,
+    ) -> list[Loop]:
+        """The loops of an op over the layers of these ranges, of all if not given, in the order of
+        the layers or in `reverse`.
 
-        bodies: for ranges that follow each other, in the order of their layers
-        reverse: from the last layer to the first
         peel_first: the layer that runs first is not in a loop, so its body may return another carry
             than it gets
         """
-        if not bodies:  # no stage has a layer in this unit
+        ranges = self._ranges if ranges is None else ranges
+        bounds = {layers: self.bounds[layers] for layers in ranges}
+        if not ranges or not self._gathers(op):
+            return plan_loops(bounds, reverse, peel_first)
+        # The layer that runs last has no layer to gather after it. It stands outside of its loop if
+        # its range has a layer for that on every stage; a peeled first one is not it.
+        last = ranges[0 if reverse else -1]
+        least = 2 if peel_first and len(ranges) == 1 else 1
+        counts = [end - begin for begin, end in map(last.bounds, self._counts_of_unit)]
+        return plan_loops(bounds, reverse, peel_first, peel_last=min(counts) >= least)
+
+    def _run(self, loops: Sequence[Loop], op: LayerOp, body: LayerBody, params, carry):
+        """carry = body(range, i, parameters of layer i, carry) for every layer i of the plan."""
+        if not loops:  # no stage has a layer in this unit
             return carry
-        bounds = {layers: self.bounds[layers] for layers in bodies}
-        parameters = lambda i: self.parameters(params, i, op)
-        if not self._collectives.zero.gathers_in_ops or not any(jax.tree.leaves(self._reads(op))):
-            loops = plan_loops(bounds, reverse, peel_first)
-            return run_loops(loops, bodies, parameters, carry)
-        # The layer that runs last has no layer to gather after it, so it is not in a loop, if its
-        # range has a layer for that on every stage.
-        last = list(bodies)[0 if reverse else -1]
-        least = 2 if peel_first and len(bodies) == 1 else 1
-        peel_last = all(
-            end - begin >= least for begin, end in map(last.bounds, self._counts_of_unit)
-        )
-        loops = plan_loops(bounds, reverse, peel_first, peel_last)
-        return run_loops_gathering(loops, bodies, parameters, carry)
+        run = run_loops_gathering if self._gathers(op) else run_loops
+        return run(loops, body, lambda i: self.parameters(params, i, op), carry)
+
+    def _gathers(self, op: LayerOp) -> bool:
+        return self._collectives.zero.gathers_in_ops and any(jax.tree.leaves(self._reads(op)))
 
     # ------------------------------------------------------------------ one op
 
     def output(self, params, x: jax.Array, extra) -> jax.Array:
         """The unit's output."""
-        body = lambda layers: lambda i, p, x: layers.split.layer(p, x, self.extra(extra, i))
-        bodies = {layers: body(layers) for layers in self._ranges}
-        return self._each_layer(LayerOp.WHOLE, bodies, params, x)
+        body = lambda layers, i, p, x: layers.split.layer(p, x, self.extra(extra, i))
+        return self._run(self._plan(LayerOp.WHOLE), LayerOp.WHOLE, body, params, x)
 
     def output_and_residuals(
         self, params, x: jax.Array, extra, pools: Pools, slots: TickSlots, op: str
@@ -255,67 +258,60 @@ class LayerStack:
             whose output takes the place of the unit's
         """
 
-        def body(layers: LayerRange) -> LayerBody:
-            def step(i, p, carry):
-                x, pools = carry
-                if op == "F" and layers.recomputed:
-                    y, residuals = layers.split.layer(p, x, self.extra(extra, i)), None
-                else:
-                    y, residuals = layers.split.output_and_residuals(p, x, self.extra(extra, i))
-                return y, self.slots(layers, i, slots).with_saved(pools, op, x, residuals)
+        def body(layers: LayerRange, i: Number, p, carry):
+            x, pools = carry
+            if op == "F" and layers.recomputed:
+                y, residuals = layers.split.layer(p, x, self.extra(extra, i)), None
+            else:
+                y, residuals = layers.split.output_and_residuals(p, x, self.extra(extra, i))
+            return y, self.slots(layers, i, slots).with_saved(pools, op, x, residuals)
 
-            return step
-
-        bodies = {each: body(each) for each in self._ranges if op != "R" or each.recomputed}
+        ranges = [each for each in self._ranges if op != "R" or each.recomputed]
+        names = {name for each in ranges for name in each.pools_of_forward}
         layer_op = LayerOp.WHOLE if op == "F" else LayerOp.FORWARD
-        names = {name for each in bodies for name in (each.residual_b, each.residual_w)}
-        names |= {each.layer_input for each in bodies if each.layer_input}
-        carry = x, pools_of(pools, names)
-        y, written = self._each_layer(layer_op, bodies, params, carry)
+        loops = self._plan(layer_op, ranges=ranges)
+        y, written = self._run(loops, layer_op, body, params, (x, pools_of(pools, names)))
         return y, merged(pools, written)
 
     def rebuilt(self, params, extra, pools: Pools, slots: TickSlots) -> Pools:
         """The pools with the residuals of the layers that R recomputes, each from the input that F
         has left. Layers with messages go by twos, so that messages of one travel while the other
         computes."""
+        op = LayerOp.RECOMPUTE
 
         def recompute(layers: LayerRange, i: Number, p) -> TracedOp:
             x = self.slots(layers, i, slots).layer_input(pools)
             return layers.split.recompute(p, x, self.extra(extra, i))
 
-        def body(layers: LayerRange) -> LayerBody:
-            def step(i, p, written):
-                residuals = recompute(layers, i, p).run()
-                return self.slots(layers, i, slots).with_residuals(written, residuals)
-
-            return step
+        def body(layers: LayerRange, i: Number, p, written: Pools) -> Pools:
+            residuals = recompute(layers, i, p).run()
+            return self.slots(layers, i, slots).with_residuals(written, residuals)
 
         def pair(layers: LayerRange, begin: Number, j: Number, written: Pools) -> Pools:
             numbers = begin + 2 * j, begin + 2 * j + 1
-            ops = (recompute(layers, i, parameters(i)) for i in numbers)
+            ops = (recompute(layers, i, self.parameters(params, i, op)) for i in numbers)
             for i, residuals in zip(numbers, side_by_side(*ops), strict=True):
                 written = self.slots(layers, i, slots).with_residuals(written, residuals)
             return written
 
-        parameters = lambda i: self.parameters(params, i, LayerOp.RECOMPUTE)
-        bodies = {each: body(each) for each in self._ranges if each.recomputed}
-        names = {name for each in bodies for name in (each.residual_b, each.residual_w)}
+        ranges = [each for each in self._ranges if each.recomputed]
+        names = {name for each in ranges for name in (each.residual_b, each.residual_w)}
         written = pools_of(pools, names)
-        has_messages = any(each.split.has_messages for each in bodies)
+        has_messages = any(each.split.has_messages for each in ranges)
         # Gathered parameters come a layer ahead, which needs one layer a trip.
         if self._collectives.zero.gathers_in_ops or not has_messages:
-            written = self._each_layer(LayerOp.RECOMPUTE, bodies, params, written)
+            written = self._run(self._plan(op, ranges=ranges), op, body, params, written)
             return merged(pools, written)
         odd = {}  # range → the bounds of its last layer, where their number is odd
         with jax.named_scope(PAIRS_OF_R):
-            for layers in bodies:
+            for layers in ranges:
                 begin, end = self.bounds[layers]
                 pairs = (end - begin) // 2
                 step = functools.partial(pair, layers, begin)
                 written = run_trips(0, pairs, step, written)
                 odd[layers] = begin + 2 * pairs, end
         with jax.named_scope(REST_OF_R):
-            written = run_loops(plan_loops(odd), bodies, parameters, written)
+            written = self._run(plan_loops(odd), op, body, params, written)
         return merged(pools, written)
 
     def input_gradient(
@@ -323,70 +319,54 @@ class LayerStack:
     ) -> tuple[jax.Array, Pools]:
         """Returns (the gradient of the unit's input, the pools with the weight stash), from the
         gradient g of its output."""
+        op = LayerOp.INPUT_GRADIENT
 
-        def body(layers: LayerRange) -> LayerBody:
-            def step(i, p, carry):
-                g, written = carry
-                of_layer = self.slots(layers, i, slots)
-                residuals = of_layer.residuals(pools)
-                g, stash = layers.split.input_gradient(p, self.extra(extra, i), residuals, g)
-                return g, of_layer.with_weight_stash(written, stash)
+        def body(layers: LayerRange, i: Number, p, carry):
+            g, written = carry
+            of_layer = self.slots(layers, i, slots)
+            residuals = of_layer.residuals(pools)
+            g, stash = layers.split.input_gradient(p, self.extra(extra, i), residuals, g)
+            return g, of_layer.with_weight_stash(written, stash)
 
-            return step
-
-        bodies = {layers: body(layers) for layers in self._ranges}
-        # The loop carries the pools that it writes; it only reads the others.
+        # The loops carry the pools that they write. What they only read they need not carry: it has
+        # the same value in each trip.
         carry = g, pools_of(pools, (layers.weight_stash for layers in self._ranges))
-        g, written = self._each_layer(LayerOp.INPUT_GRADIENT, bodies, params, carry, reverse=True)
+        g, written = self._run(self._plan(op, reverse=True), op, body, params, carry)
         return g, merged(pools, written)
 
     def weight_gradient(self, params, sums, extra, pools: Pools, slots: TickSlots):
         """`sums` + the gradients of the parameters."""
+        op = LayerOp.WEIGHT_GRADIENT
 
-        def body(layers: LayerRange) -> LayerBody:
-            def step(i, p, sums):
-                of_layer = self.slots(layers, i, slots)
-                for_w, stash = of_layer.for_w(pools), of_layer.weight_stash(pools)
-                gradients = layers.split.weight_gradient(p, self.extra(extra, i), for_w, stash)
-                return self._add(sums, gradients, i)
+        def body(layers: LayerRange, i: Number, p, sums):
+            of_layer = self.slots(layers, i, slots)
+            return self._add(sums, of_layer.weight_gradient(p, self.extra(extra, i), pools), i)
 
-            return step
-
-        bodies = {layers: body(layers) for layers in self._ranges}
-        return self._each_layer(LayerOp.WEIGHT_GRADIENT, bodies, params, sums)
+        return self._run(self._plan(op), op, body, params, sums)
 
     def reduced_gradient(self, params, sums, shards, extra, pools: Pools, slots: TickSlots) -> Any:
         """`shards` with `sums` + the gradients of the parameters, reduced over `data`."""
-        has_layers = all(self._counts_of_unit)  # on every stage that runs it
-        late = (
-            self._collectives.reduce_late
-            and not self._is_single
-            and len(self._ranges) == 1
-            and has_layers
-        )
+        op = LayerOp.WEIGHT_GRADIENT
+        # Late, each trip reduces the total of the layer before. So the first layer is peeled, which
+        # every stage must have, in the only range.
+        can_wait = len(self._ranges) == 1 and all(self._counts_of_unit) and not self._is_single
+        late = can_wait and self._collectives.reduce_late
 
         def with_reduced(shards, total, i: Number):
             reduced = self._collectives.reduced(total)
             return jax.tree.map(lambda a, g: a.at[i].set(g.astype(a.dtype)), shards, reduced)
 
-        def body(layers: LayerRange) -> LayerBody:
-            def step(i, p, carry):
-                # the total of the layer before, where it is reduced late
-                shards, *waiting = carry
-                of_layer = self.slots(layers, i, slots)
-                for_w, stash = of_layer.for_w(pools), of_layer.weight_stash(pools)
-                gradients = layers.split.weight_gradient(p, self.extra(extra, i), for_w, stash)
-                total = self._collectives.added(sums, gradients, i)
-                if not late:
-                    return (with_reduced(shards, total, i),)
-                return with_reduced(shards, waiting[0], i - 1) if waiting else shards, total
+        def body(layers: LayerRange, i: Number, p, carry):
+            shards, *waiting = carry  # waiting: the total of the layer before, where late
+            of_layer = self.slots(layers, i, slots)
+            gradients = of_layer.weight_gradient(p, self.extra(extra, i), pools)
+            total = self._collectives.added(sums, gradients, i)
+            if not late:
+                return (with_reduced(shards, total, i),)
+            return with_reduced(shards, waiting[0], i - 1) if waiting else shards, total
 
-            return step
-
-        bodies = {layers: body(layers) for layers in self._ranges}
-        shards, *waiting = self._each_layer(
-            LayerOp.WEIGHT_GRADIENT, bodies, params, (shards,), peel_first=late
-        )
+        loops = self._plan(op, peel_first=late)
+        shards, *waiting = self._run(loops, op, body, params, (shards,))
         if not waiting:
             return shards
         return with_reduced(shards, waiting[0], self.bounds[self._ranges[-1]][1] - 1)
@@ -395,6 +375,7 @@ class LayerStack:
         """The sums with layer i's gradients."""
         if self._collectives.zero.reduces_in_ops:
             gradients = self._collectives.reduced(gradients)
+        # The only layer of a stack takes the whole array: no update in place is needed.
         if self._is_single:
             return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), sums, gradients)
         return jax.tree.map(lambda a, g: a.at[i].add(g.astype(a.dtype)), sums, gradients)
@@ -404,58 +385,51 @@ class LayerStack:
     def output_saving(self, params, x: jax.Array, extra) -> tuple[jax.Array, list[Any]]:
         """Returns (the unit's output, for each range of layers their residuals [layers, ...] in the
         device's or the host's memory)."""
+        op = LayerOp.FORWARD
         places = [each.split.on_host for each in self._ranges]
+        # One layer's residuals need no array to be written into.
         if self._is_single and not any(jax.tree.leaves(places)):
             (layers,) = self._ranges
-            p = self.parameters(params, 0, LayerOp.FORWARD)
+            p = self.parameters(params, 0, op)
             y, values = layers.split.output_and_residuals(p, x, self.extra(extra, 0))
             return y, [jax.tree.map(lambda value: value[None], values)]
 
-        def body(number: int, layers: LayerRange) -> LayerBody:
-            def step(i, p, carry):
-                x, saved = carry
-                y, values = layers.split.output_and_residuals(p, x, self.extra(extra, i))
-                at = i - layers.begin
-                write = lambda a, value: host_memory.write_at(a, value, at)
-                written = jax.tree.map(write, saved[number], values)
-                return y, [*saved[:number], written, *saved[number + 1 :]]
-
-            return step
+        def body(layers: LayerRange, i: Number, p, carry):
+            x, saved = carry
+            y, values = layers.split.output_and_residuals(p, x, self.extra(extra, i))
+            number, at = self._ranges.index(layers), i - layers.begin
+            write = lambda a, value: host_memory.write_at(a, value, at)
+            written = jax.tree.map(write, saved[number], values)
+            return y, [*saved[:number], written, *saved[number + 1 :]]
 
         def empty(layers: LayerRange) -> Any:
             most, split = layers.most(self._counts), layers.split
             pool = lambda a, hosted: host_memory.empty_pool((most, *a.shape), a.dtype, hosted)
             return jax.tree.map(pool, split.residuals, split.on_host)
 
-        bodies = {each: body(number, each) for number, each in enumerate(self._ranges)}
-        carry = (x, [empty(layers) for layers in self._ranges])
-        return self._each_layer(LayerOp.FORWARD, bodies, params, carry)
+        carry = x, [empty(layers) for layers in self._ranges]
+        return self._run(self._plan(op), op, body, params, carry)
 
     def gradients(self, params, sums, extra, saved, g: jax.Array) -> tuple[Any, jax.Array]:
         """Returns (`sums` + the gradients of the parameters, the gradient of the unit's input),
         from what `output_saving` has saved."""
-        reduces = self._collectives.zero.reduces_in_ops
+        op, reduces = LayerOp.BACKWARD, self._collectives.zero.reduces_in_ops
         late = reduces and self._collectives.reduce_late and not self._is_single
+        saved_of = dict(zip(self._ranges, saved, strict=True))
 
-        def body(layers: LayerRange, values) -> LayerBody:
-            def step(i, p, carry):
-                # the gradients of the layer before, where they are reduced late
-                g, sums, *waiting = carry
-                at = i - layers.begin
-                residuals = jax.tree.map(lambda a: host_memory.read_at(a, at), values)
-                gradients, g = layers.split.gradients(p, self.extra(extra, i), residuals, g)
-                if not late:
-                    return g, self._add(sums, gradients, i)
-                return g, self._add(sums, waiting[0], i + 1) if waiting else sums, gradients
+        def body(layers: LayerRange, i: Number, p, carry):
+            g, sums, *waiting = (
+                carry  # waiting: the gradients of the layer before, where it is late
+            )
+            at = i - layers.begin
+            residuals = jax.tree.map(lambda a: host_memory.read_at(a, at), saved_of[layers])
+            gradients, g = layers.split.gradients(p, self.extra(extra, i), residuals, g)
+            if not late:
+                return g, self._add(sums, gradients, i)
+            return g, self._add(sums, waiting[0], i + 1) if waiting else sums, gradients
 
-            return step
-
-        bodies = {
-            layers: body(layers, values) for layers, values in zip(self._ranges, saved, strict=True)
-        }
-        g, sums, *waiting = self._each_layer(
-            LayerOp.BACKWARD, bodies, params, (g, sums), reverse=True, peel_first=late
-        )
+        loops = self._plan(op, reverse=True, peel_first=late)
+        g, sums, *waiting = self._run(loops, op, body, params, (g, sums))
         return self._add(sums, waiting[0], 0) if late else sums, g
 
 

@@ -165,9 +165,8 @@ def forward_and_input_gradient(
         g, stash = backward.layer(b, layer_of_b(trip), residuals, g).run()
         return x, g, b_slots.with_weight_stash(pools, stash)
 
-    ranges = {*forward.stack.bounds, *b_ranges}
-    names = {n for r in ranges for n in (r.residual_b, r.residual_w, r.weight_stash)}
-    names |= {r.layer_input for r in forward.stack.bounds if r.layer_input}
+    names = {name for each in forward.stack.bounds for name in each.pools_of_forward}
+    names |= {n for r in b_ranges for n in (r.residual_b, r.residual_w, r.weight_stash)}
     carry = forward.x, backward.g, pools_of(pools, names)
     for loop in plan_pairs(forward.stack.bounds, b_ranges):
         step: Callable

@@ -88,6 +88,7 @@ class StepsResults:
     updated: the values and the optimizer's state after the accepted steps
     """
 
+    # Only the devices know how many steps are accepted, so the arrays have all steps.
     accepted_steps: Any
     losses: Losses
     gradient_norms: Any
@@ -409,6 +410,8 @@ def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
 
 def _extra_of_layer(cfg: ResolvedModel, extra, layer):
     """A layer's positions and segments; `layer` counts from the first after the dense ones."""
+    # Some layers have no rotary positions (`nope_layers`), and a unit's layers are one loop: the
+    # layer's number decides inside of it.
     positions, segments = extra
     return layer_positions(cfg, cfg.dense_layers + layer, positions), segments
 
@@ -453,6 +456,8 @@ def _of_one_replica(body: Callable) -> Callable:
     """Turns body(params, …) for one replica into one for parameters and results with a leading
     dimension [replicas], of which each device has one."""
 
+    # Inside, sums leave out the axis `replica` (`replicas.sum_axes`), so each replica's losses and
+    # gradients are its own.
     def run(params, *others):
         return jax.tree.map(lambda a: a[None], body(jax.tree.map(lambda a: a[0], params), *others))
 

@@ -165,42 +165,60 @@ def bytes_of(split: LayerSplit, model: int) -> LayerBytes:
     )
 
 
-@functools.lru_cache(2**12)
-def saved_bytes(
-    cfg: ResolvedModel,
-    precision: PrecisionConfig,
-    mode: str,
-    save: Sequence[str],
-    mesh_sizes: Sequence[int],
-    microbatch: tuple[int, int],
-    platform: str,
-    *,
-    dense: bool,
-    documents: bool,
-    context: str,
-    expert_nodes: int,
-    beside_products: str,
-) -> tuple[LayerBytes, LayerBytes]:
-    """What one layer of a model saves of a microbatch on a device, which need not be
-    there: (everything, what it saves with a mode of remat). A layer is traced once.
+@dataclasses.dataclass(frozen=True)
+class LayerOnMesh:
+    """A layer of a model, with one microbatch, on devices that need not be there.
 
-    mode, save: as for `keep_rule`; mesh_sizes: in AXES' order; microbatch: sequences, and tokens of
-    each, on one group of `model` devices; platform: of the devices, by jax's name; context,
-    beside_products: `parallel.context` and `parallel.collective_matmul`
+    dense: of the layers before the first one that has experts
+    sequences, tokens: of the microbatch on one group of `model` devices
+    documents: tokens attend within their document
+    mesh_sizes: in AXES' order
+    platform: of the devices, by jax's name
+    context, expert_nodes, beside_products: `parallel.context`, `parallel.expert_nodes` and
+        `parallel.collective_matmul`
     """
-    mesh = AbstractMesh(tuple(mesh_sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    parts = build(cfg, context=context, expert_nodes=expert_nodes)
-    layer = RuntimeLayer(parts, jnp.dtype(precision.compute), fp8_of(precision, False), dense)
-    shape, extra = (*microbatch, cfg.width), examples(*microbatch, documents)
 
-    def splits() -> list[LayerSplit]:
+    cfg: ResolvedModel
+    precision: PrecisionConfig
+    dense: bool
+    sequences: int
+    tokens: int
+    documents: bool
+    mesh_sizes: tuple[int, ...]
+    platform: str
+    context: str
+    expert_nodes: int
+    beside_products: str
+
+    @property
+    def mesh(self) -> AbstractMesh:
+        return AbstractMesh(self.mesh_sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    def splits(self, mode: str, save: Sequence[str]) -> list[LayerSplit]:
+        """The layer cut in two ways by one trace: with everything saved, and as `keep_rule` says.
+        To be called in the manual region of `mesh`."""
+        parts = build(self.cfg, context=self.context, expert_nodes=self.expert_nodes)
+        compute, fp8 = jnp.dtype(self.precision.compute), fp8_of(self.precision, False)
+        layer = RuntimeLayer(parts, compute, fp8, self.dense)
+        shape = self.sequences, self.tokens, self.cfg.width
+        extra = examples(self.sequences, self.tokens, self.documents)
         everything = layer.split(shape, extra, keep_everything, host_rule("none", ()))
         saved = everything.recut(keep_rule(mode, save)).placed(host_rule(mode, save))
         return [everything, saved]
 
-    # a thread of its own is in no mesh and no trace of the caller
+
+@functools.lru_cache(2**12)
+def saved_bytes(
+    layer: LayerOnMesh, mode: str, save: Sequence[str]
+) -> tuple[LayerBytes, LayerBytes]:
+    """What one layer saves of a microbatch on a device: (everything, what it saves with a mode of
+    remat). A layer is traced once. mode, save: as for `keep_rule`"""
+    make, mesh = functools.partial(layer.splits, mode, save), layer.mesh
+    device = AbsentDevice(layer.platform)
+    # The caller may be inside a mesh or a trace, which would refuse another mesh. A thread of its
+    # own is in none.
     with ThreadPoolExecutor(1) as alone:
-        device = AbsentDevice(platform)
-        traced = alone.submit(in_manual_region, splits, mesh, beside_products, device).result()
+        trace = alone.submit(in_manual_region, make, mesh, layer.beside_products, device)
+        traced = trace.result()
     everything, saved = (bytes_of(split, mesh.shape[MODEL]) for split in traced)
     return everything, saved

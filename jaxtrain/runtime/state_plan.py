@@ -143,7 +143,8 @@ class UnitPlan:
 
     def _split(self, mode: str, message: tuple[int, ...], extra) -> LayerSplit | RecomputedLayer:
         """One layer cut into ops as this mode of remat says."""
-        # One stage has no slots: forward and backward are one op, and only its input is saved.
+        # On one stage forward and backward are one op without slots between them, and full
+        # recomputation saves a layer's input alone.
         if mode == "full" and self.slotted is None:
             x = jax.ShapeDtypeStruct(message, self.layer.compute)
             return RecomputedLayer(self.layer, self.layer.specs, x, bool(self.input_on_host))

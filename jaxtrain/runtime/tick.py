@@ -144,15 +144,16 @@ def tick_order(ticks: TickTable, tpu: bool) -> TickOrder:
     units = range(table.units_per_stage)
     cells = [cell_op(kind, unit) for unit in units for kind in CELL_OPS]
     own = [*cells, *ticks.overlapped, *(copy.op for copy in (*copies.sends, *copies.stays))]
-    first, last = [EMBED], [HEAD, EMBED_GRADIENT, UPDATE_LAYERS, UPDATE_ENDS, CHECK_STEP]
+    before_units = [EMBED]
+    after_units = [HEAD, EMBED_GRADIENT, UPDATE_LAYERS, UPDATE_ENDS, CHECK_STEP]
     used = lambda names: tuple(name for name in names if name in runs and runs[name].any())
     always_early = bool(runs[permute_op(Permute.EARLY)].all())
     takes = used(copy.op for copy in copies.takes)
     if always_early and tpu and table.vocabulary == "parallel":
         # All stages run embedding and head together, with collectives. A TPU overlaps a loop with
         # collectives with one permute of the two, so these ops are not in the loop of the others.
-        return TickOrder(takes, used(first), used(own), used(last), always_early)
-    return TickOrder(takes, (), used([*first, *own, *last]), (), always_early)
+        return TickOrder(takes, used(before_units), used(own), used(after_units), always_early)
+    return TickOrder(takes, (), used([*before_units, *own, *after_units]), (), always_early)
 
 
 class Tick:

@@ -109,14 +109,14 @@ def copy_op(moved: Copy) -> TickOp:
 def unit_ops(stack: LayerStack, ticks: TickTable) -> list[TickOp]:
     """F, K, R, B and W of a local unit."""
     unit, one_unit = int(stack.unit), ModelTree(layers={stack.unit: True})
-    output, input_gradient = ({ticks.result_buffers[kind, unit]: True} for kind in (Op.F, Op.B))
+    f_output, b_output = ({ticks.result_buffers[kind, unit]: True} for kind in (Op.F, Op.B))
 
     def op(kind: str, compute: Callable, last: bool | None = None, **state) -> TickOp:
         def run(state: TickState, constants: Constants, columns: TickColumns) -> TickState:
             # The microbatch differs from tick to tick, so its positions are read inside the op.
             extra = positions_and_segments(constants.batch, columns.microbatch)
             params = constants.params.layers[stack.unit]
-            return compute(Cell(stack, params, extra, columns.slots), state)
+            return compute(CellInputs(stack, params, extra, columns.slots), state)
 
         constants = Constants(one_unit, batch=True)
         return TickOp(cell_op(kind, unit), TickState(**state), constants, run, last)
@@ -131,19 +131,19 @@ def unit_ops(stack: LayerStack, ticks: TickTable) -> list[TickOp]:
     # F leaves nothing where R makes all residuals again. It leaves inputs of layers where R starts
     # from each, and residuals of the layers that R does not recompute.
     if stack.saves_in_f and not ticks.slotted.table.forward_only:
-        left = Pools(activation=True, layer_input=stack.saves_inputs or None)
-        f = op("F", saving("F"), pools=merged(saved, left), buffers=output)
+        layer_inputs = Pools(activation=True, layer_input=stack.saves_inputs or None)
+        f = op("F", saving("F"), pools=merged(saved, layer_inputs), buffers=f_output)
     else:
-        f = op("F", forward, pools=inputs, buffers=output)
+        f = op("F", forward, pools=inputs, buffers=f_output)
     # K is the F of a unit that no R follows, such as the last one, whose B comes next.
-    k = op("K", saving("K"), pools=merged(both, inputs), buffers=output)
+    k = op("K", saving("K"), pools=merged(both, inputs), buffers=f_output)
     if stack.saves_inputs:
         r = op("R", recompute, pools=merged(residuals, Pools(layer_input=True)))
     else:
         r = op("R", saving("R"), pools=merged(residuals, inputs))
     # B is the last reader of residual_b and saved_b. The stashes have the arrays that W needs of B,
     # for W may be many ticks later.
-    b = op("B", input_gradient_op, pools=merged(both, stashes), buffers=input_gradient)
+    b = op("B", input_gradient, pools=merged(both, stashes), buffers=b_output)
     w = op("W", weight_gradient, gradients=one_unit, pools=weights)
     if not stack.reduces_in_last:
         return [f, k, r, b, w]
@@ -220,6 +220,7 @@ def _reading_state(op: TickOp) -> TickOp:
 
 
 def copy(moved: Copy, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+    """The state with a message of a buffer in another buffer, or in its slot."""
     message = state.buffers[moved.source]
     if not moved.slot:
         return merged(state, TickState(buffers={moved.target: message}))
@@ -232,9 +233,9 @@ def copy(moved: Copy, state: TickState, constants: Constants, columns: TickColum
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cell:
-    """An F, K, R, B or W of a unit: the unit's layers and their parameters, what layers read beside
-    their input, and the slots that the op reads and fills."""
+class CellInputs:
+    """What an F, K, R, B or W of a unit has beside the state: the unit's layers and their
+    parameters, the positions and segments of its tokens, and the slots that it reads and fills."""
 
     stack: LayerStack
     params: Any
@@ -242,7 +243,7 @@ class Cell:
     slots: TickSlots
 
 
-def forward(cell: Cell, state: TickState) -> TickState:
+def forward(cell: CellInputs, state: TickState) -> TickState:
     """F that leaves nothing: R recomputes all layers from the unit's input, or it is an
     evaluation."""
     x = read_at(state.pools.activation, cell.slots.activation)
@@ -250,7 +251,7 @@ def forward(cell: Cell, state: TickState) -> TickState:
     return dataclasses.replace(state, buffers=dict.fromkeys(state.buffers, y))
 
 
-def forward_saving(kind: str, cell: Cell, state: TickState) -> TickState:
+def forward_saving(kind: str, cell: CellInputs, state: TickState) -> TickState:
     """F, K or R: the state with the unit's residuals that the op leaves, and with its output where
     the op (not R) has a buffer for it."""
     x = read_at(state.pools.activation, cell.slots.activation)
@@ -261,20 +262,20 @@ def forward_saving(kind: str, cell: Cell, state: TickState) -> TickState:
     return dataclasses.replace(state, pools=pools, buffers=dict.fromkeys(state.buffers, y))
 
 
-def recompute(cell: Cell, state: TickState) -> TickState:
+def recompute(cell: CellInputs, state: TickState) -> TickState:
     """R: the state with the unit's residuals, each layer's from its own input."""
     pools = cell.stack.rebuilt(cell.params, cell.extra, state.pools, cell.slots)
     return dataclasses.replace(state, pools=pools)
 
 
-def input_gradient_op(cell: Cell, state: TickState) -> TickState:
+def input_gradient(cell: CellInputs, state: TickState) -> TickState:
     """B: the gradient of the unit's input in its buffer, and the arrays that W needs of B."""
     g = read_at(state.pools.gradient, cell.slots.gradient)
     g, pools = cell.stack.input_gradient(cell.params, cell.extra, state.pools, cell.slots, g)
     return dataclasses.replace(state, pools=pools, buffers=dict.fromkeys(state.buffers, g))
 
 
-def weight_gradient(cell: Cell, state: TickState) -> TickState:
+def weight_gradient(cell: CellInputs, state: TickState) -> TickState:
     """W: the state with the gradients of the unit's parameters added to their sums."""
     unit = cell.stack.unit
     sums = cell.stack.weight_gradient(
@@ -283,7 +284,7 @@ def weight_gradient(cell: Cell, state: TickState) -> TickState:
     return dataclasses.replace(state, gradients=ModelTree(layers={unit: sums}))
 
 
-def last_weight_gradient(cell: Cell, state: TickState) -> TickState:
+def last_weight_gradient(cell: CellInputs, state: TickState) -> TickState:
     """The last W of a step: the state with the unit's reduced gradients; its sums stay."""
     unit = cell.stack.unit
     sums, shards = (tree.layers[unit] for tree in (state.gradients, state.reduced))
@@ -342,11 +343,11 @@ class EndOps:
         cfg, evaluates = self.ends.parts.cfg, self.table.forward_only
         dense, predicts = cfg.dense_layers > 0, cfg.mtp_depth > 0 and not evaluates
         inputs, gradients = Pools(activation=True), Pools(gradient=True)
-        first = Constants(ModelTree(embed=True, first=dense), batch=True)
-        last = Constants(ModelTree(embed=True, head=True, predictors=predicts), batch=True)
-        embed = TickOp(EMBED, TickState(pools=inputs), first, self.embed)
+        of_embed = Constants(ModelTree(embed=True, first=dense), batch=True)
+        of_head = Constants(ModelTree(embed=True, head=True, predictors=predicts), batch=True)
+        embed = TickOp(EMBED, TickState(pools=inputs), of_embed, self.embed)
         if evaluates:
-            return [embed, TickOp(HEAD, TickState(loss=True, pools=inputs), last, self.loss)]
+            return [embed, TickOp(HEAD, TickState(loss=True, pools=inputs), of_head, self.loss)]
         # The head's op adds to the embedding table's sums, too, where it uses that table.
         uses_table = cfg.tied_embeddings or predicts
         head = TickState(
@@ -360,7 +361,7 @@ class EndOps:
         recomputed = Constants(ModelTree(embed=dense, first=dense), batch=True)
         return [
             embed,
-            TickOp(HEAD, head, last, self.loss_and_gradients),
+            TickOp(HEAD, head, of_head, self.loss_and_gradients),
             TickOp(EMBED_GRADIENT, embed_gradient, recomputed, self.embed_gradient),
         ]
 

@@ -90,10 +90,13 @@ def cut_into_units(
     overlapped_units: set[Task] = set()
     for order in orders:
         tasks: list[Task] = []
-        done_with_its_b: Task | None = None
+        done_with_its_b: Task | None = None  # the W whose units have had theirs after each B
         waiting: list[Task] = []  # the Fs of units that share cells with the next Bs
         for (op, chunk, microbatch), following in zip(order, [*order[1:], None], strict=True):
             units = range(begin[chunk], begin[chunk + 1])
+            # An overlapped F waits for the B after it. Each unit of the B, from the highest down,
+            # takes the next unit of the F, from the lowest up, into its cell; Fs that are left over
+            # follow on their own.
             if op == Op.F and (op, chunk, microbatch) in overlapped:
                 waiting = [(Op.F, unit, microbatch) for unit in units]
             elif op == Op.F:

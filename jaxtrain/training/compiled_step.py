@@ -39,11 +39,14 @@ def start_compiling(
     step: Step, executor: concurrent.futures.Executor
 ) -> concurrent.futures.Future[Programs]:
     """Traces the programs of a step; the future has them compiled."""
+    # Tracing needs the mesh and the main thread's context; compiling takes most of the time, and
+    # XLA leaves Python free meanwhile.
     train = step.lower()
     exchange = step.exchange.lower(step.abstract_state()) if step.exchange else None
     compile_streamed = step.streamed.lower() if step.streamed else None
 
     def compile_all() -> Programs:
+        # The same order in all processes, for each name is a barrier.
         compiled = cluster.compile_everywhere("step", train)
         several = CompiledSteps(compiled, step.steps_per_program) if step.several else None
         take = compile_streamed(compiled) if compile_streamed else compiled

@@ -55,6 +55,7 @@ class Evaluation:
                 jax.block_until_ready(losses)
                 self._has_run = True
         tokens = [float(batch.tokens) for batch in losses]
+        # From here on the host waits. After the first batch it has only dispatched.
         if not sum(tokens):
             return None
         weighted = [float(batch.loss) * n for batch, n in zip(losses, tokens, strict=True)]

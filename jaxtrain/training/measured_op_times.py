@@ -3,6 +3,9 @@
 The step's gradients are compiled once with the ticks of the table as an argument. Ticks in which
 all stages run nothing but one op time that op, in the program that trains; empty ticks time the
 fixed cost of a tick, and of the program before and after the ticks.
+
+Begin with `measured_times`: it compiles the program, times each op by `op_seconds`, and makes the
+times of a stage of them by `times_of`. `known_times` is for a run that may have them already.
 """
 
 import dataclasses
@@ -50,6 +53,7 @@ class Duration:
 
 def measure(call: Callable[[], Any], repeats: int = REPEATS) -> Duration:
     """The duration of a call: the median of several, after one that is not counted."""
+    # The first call may load kernels and fill caches.
     jax.block_until_ready(call())
     wall, cpu = [], []
     for _ in range(repeats):
@@ -78,6 +82,8 @@ class Ops:
 
 def op_seconds(table_columns: TickColumns, run_ticks: Callable[[TickColumns], float]) -> Ops:
     """The ops' seconds. run_ticks: columns of TICKS ticks → seconds on a device."""
+    # The compiled program takes its columns as an argument, so one program runs ticks of any ops.
+    # It has TICKS of them, for a loop's number of trips is fixed.
     empty = jax.tree.map(lambda column: np.zeros((TICKS, column.shape[1]), np.int32), table_columns)
     outside = run_ticks(empty)
     seconds = {}
@@ -89,6 +95,7 @@ def op_seconds(table_columns: TickColumns, run_ticks: Callable[[TickColumns], fl
             one = dataclasses.replace(
                 empty, runs={**empty.runs, op: empty.runs[op] + 1}, busy=empty.busy + 1
             )
+            # Clocks are not exact: an op of no length may come out below zero.
             seconds[op] = max(0.0, run_ticks(one) - outside) / TICKS
     return Ops(seconds, outside)
 
@@ -97,6 +104,8 @@ def times_of(by_op: dict[str, float], table: Table, shares: Sequence[float]) -> 
     """The simulator's Times of a microbatch on one stage, from seconds by op. shares: each unit's
     fraction of a stage's work."""
     per_stage = {}
+    # An op of a unit takes its share of the stage's work. The sum over units, over the sum of their
+    # shares, is the time of an entire stage. `K` is an `F` that saves residuals.
     for op, kinds in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
         seconds, share = 0.0, 0.0
         done = table.recomputed if op == "R" else np.ones(table.units)
@@ -108,7 +117,10 @@ def times_of(by_op: dict[str, float], table: Table, shares: Sequence[float]) -> 
                 share += shares[g] * float(done[g])
         per_stage[op] = seconds / share if share else 0.0
     per_stage["overlap"] = _overlap_of(by_op, per_stage, table, shares)
+    # Stages that share the vocabulary each do their part of head and embedding at the same time.
+    # The simulator's times are those of the whole.
     together = table.stages if table.vocabulary == "parallel" else 1
+    # A table has late permutes, early ones or both. All send as much, so the longer time counts.
     message = max(by_op.get(permute_op(when), 0.0) for when in (Permute.LATE, Permute.EARLY))
     embed = (by_op[EMBED] + by_op[EMBED_GRADIENT]) / 2
     return Times(**per_stage, message=message, head=by_op[HEAD] * together, embed=embed * together)
@@ -181,8 +193,10 @@ def measured_times(config: ResolvedConfig, setup: Setup) -> tuple[float, ...]:
         slotted = setup.train
         assert slotted is not None, "one stage has no table"
         table_columns = columns(slotted)
+        # Any seed: no op's time depends on its numbers.
         params = initial_state(step.layout, step.optimizer, 0).read
         batch = random_batch(step, config.model.vocab_size)
+        # The columns of a program with TICKS ticks; which ones does not matter for compiling.
         short = jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns)
         compiled = step.gradients.lower(params, batch, short).compile()
         ops = op_seconds(
@@ -191,6 +205,7 @@ def measured_times(config: ResolvedConfig, setup: Setup) -> tuple[float, ...]:
         )
     times = times_of(ops.seconds, setup.table, setup.shares)
     values = in_order(times, setup.table, config.model.dense_layers > 0)
+    # Processes measure different times and need the same table: those of process 0 count.
     known = milliseconds(values) if all(values[:3]) else ()
     return tuple(cluster.from_main(lambda: known, OpTimesError))
 

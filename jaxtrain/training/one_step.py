@@ -76,6 +76,7 @@ class OneStep:
                 # Their arrays have a first dimension [replicas]: the update is mapped over it, and
                 # its sums stay inside a replica.
                 update = replicas.in_each(update)
+            # `params` are what the update reads, cut off above on TPUs; ops have read `state.read`.
             params, optimizer_state, working, metrics = update(params, state.optimizer, results)
         after = dataclasses.replace(
             state,
@@ -151,7 +152,11 @@ class OneStep:
         losses, with_counts = results.losses, results.gradients
         specs, rate = self.layout.specs, self.optimizer.rate
         gradients = balance.without_counts(specs, with_counts)
+        # Once, for the metric, for clipping and for the skip: a second norm would be a second
+        # all-reduce that everything waits for.
         norm = self.layout.norm(gradients)
+        # The norm is finite only if all gradients are: one scalar tells what a pass over all of
+        # them would.
         finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if self.skips else None
         metrics = step_metrics(
             loss=losses.loss,

@@ -66,6 +66,7 @@ class Copies:
 
     def __init__(self, mesh: Mesh, state: TrainState):
         self._mesh = mesh
+        # What ops read, and the anchor. With ZeRO masters and moments have no copies.
         leaves = jax.tree.leaves((state.read, state.anchor))
         splits = [
             tuple(a for part in leaf.sharding.spec for a in mesh_axes(part) if mesh.shape[a] > 1)
@@ -74,6 +75,8 @@ class Copies:
         copied = [math.prod(mesh.shape[axis] for axis in split) < mesh.size for split in splits]
         self._copied = [i for i, is_copied in enumerate(copied) if is_copied]
         self._specs = [leaves[i].sharding.spec for i in self._copied]
+        # One sum for all parameters of a split: the result has a number for each device and split,
+        # and does not grow with the model.
         self._splits = sorted({splits[i] for i in self._copied})
         self._of_split = [self._splits.index(splits[i]) for i in self._copied]
         self._compiled: Compiled | None = None
@@ -103,6 +106,7 @@ class Copies:
         for split, of_devices in zip(
             self._splits, sums.reshape(-1, *self._mesh.devices.shape), strict=True
         ):
+            # Devices with the same place along the axes of the split hold the same shards.
             for place in np.ndindex(*(self._mesh.shape[axis] for axis in split)):
                 index = tuple(
                     place[split.index(axis)] if axis in split else slice(None) for axis in AXES
@@ -110,7 +114,8 @@ class Copies:
                 devices = self._mesh.devices[index].ravel()
                 copies = of_devices[index].ravel().tolist()
                 (most, count), *rest = collections.Counter(copies).most_common()
-                if rest and rest[0][1] == count:  # two sums are equally frequent
+                # The majority is right. With two copies, or two equal groups, nobody can tell.
+                if rest and rest[0][1] == count:
                     undecided |= dict.fromkeys(devices)
                 elif rest:
                     wrong |= {
@@ -130,11 +135,15 @@ class Copies:
 
     def _sums(self, arrays: list[jax.Array]) -> jax.Array:
         def own(parts: list[jax.Array]) -> jax.Array:
+            # Each parameter's sum times another odd number: two that are exchanged change the
+            # total.
             sums = [jnp.uint32(0)] * len(self._splits)
             for number, (of, part) in enumerate(zip(self._of_split, parts, strict=True)):
                 sums[of] = sums[of] + (2 * number + 1) * bit_sum(part)
             return jnp.stack(sums).reshape(-1, *[1] * len(AXES))
 
+        # Manual over all axes, so that each device sums its own copy: to the partitioner copies are
+        # one array, and it would read any of them.
         specs = {"in_specs": (self._specs,), "out_specs": PartitionSpec(None, *AXES)}
         sums = jax.shard_map(own, mesh=self._mesh, **specs, axis_names=set(AXES), check_vma=False)(
             arrays

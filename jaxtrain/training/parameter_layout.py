@@ -89,7 +89,7 @@ class ParameterLayout:
     parts: ModelParts
     placement: Placement
     mesh: Mesh
-    zero: int = 1  # of layers, and where `shards_ends` is false of all others
+    zero: int = 1  # ZeRO's stage of layers, and where `shards_ends` is false of all others
     precision: PrecisionConfig = PrecisionConfig()
     independent_replicas: bool = False  # each replica has its own parameters
     offload: bool = False  # the optimizer's state, with masters, lies in the host's memory
@@ -110,6 +110,11 @@ class ParameterLayout:
         parts, placement = build(model, mesh.shape[MODEL]), Placement(model.layers)
         return cls(parts, placement, mesh, 0, precision, independent_replicas)
 
+    @property
+    def everywhere(self) -> NamedSharding:
+        """The sharding of an array that every device holds, such as a loss."""
+        return NamedSharding(self.mesh, P())
+
     # --- types and shapes -------------------------------------------------------------------------
 
     @property
@@ -123,12 +128,14 @@ class ParameterLayout:
 
     def dtype(self, s: Spec) -> jnp.dtype:
         """The type of a parameter in the state."""
+        # A parameter that is not cast is read in float32, whatever the type of matrices.
         is_16_bit = s.cast and not self.masters
         return jnp.dtype(self.precision.params if is_16_bit else "float32")
 
     @property
     def specs(self) -> dict:
         """A Spec for each parameter; for the stack of a local unit, the Spec of one layer."""
+        # All layers of a model have one form, so all local units have the same Specs.
         layer = self.parts.specs["layer"]
         return {
             **self.parts.ends,
@@ -138,6 +145,7 @@ class ParameterLayout:
     def _map(self, fn: Callable[[Spec, tuple[int, ...], tuple[str, ...]], Any]) -> dict:
         """fn(spec, leading shape, leading axes) for all parameters."""
 
+        # Embedding, head and what else is not in `layers` have no leading dimensions.
         def of_parameters(tree: dict, lead: tuple[int, ...], axes: tuple[str, ...]) -> dict:
             return jax.tree.map(lambda s: fn(s, lead, axes), tree, is_leaf=is_spec)
 
@@ -203,6 +211,8 @@ class ParameterLayout:
     @property
     def shardings(self) -> dict:
         """Shardings of the parameters of one replica that ops read."""
+        # As the runtime's `zero_of_ends` (training/step.py: make_step): both have to agree, for the
+        # manual region takes parameters in these shardings.
         ends = 3 if self.shards_ends else self.zero
         stage = lambda name: self.zero if name == "layers" else ends
         return self._shardings(lambda name, r: Zero(stage(name)).held(r))
@@ -320,7 +330,7 @@ class ParameterLayout:
         one parameter, of_others(abstract array) for those that all share, such as counts of
         updates."""
         record = OPTIMIZERS[self.optimizer.name]
-        tree: Any
+        tree: Any  # jax's type of a structure has no methods for mypy
         specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
         shardings = tree.flatten_up_to(self.scattered)
         parts, trees, outline = parts_of(jax.eval_shape(optimizer.init, self.shapes), tree)

@@ -38,7 +38,7 @@ class Profile:
         """Starts the trace if it begins with the step after `at`."""
         if self.count and at == self.start + WARM_UP and not self._failed:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0
+            options.python_tracer_level = 0  # the host's Python calls would slow the steps down
             with self.clock.phase(Phase.OTHER):
                 jax.profiler.start_trace(str(self.folder), profiler_options=options)
             self._began = self.clock.spent(*STEPS)
@@ -50,6 +50,8 @@ class Profile:
     def after(self, at: int, results: object) -> None:
         """Ends the trace if step `at` is its last. results: the arrays of this step, which has been
         dispatched."""
+        # The loop dispatches steps ahead. Both waits put the ends of the trace between two steps:
+        # the devices have then run exactly `count` of them in it.
         if self.count and at == self.start + WARM_UP:
             jax.block_until_ready(results)
         if self._began is not None and at == self.start + WARM_UP + self.count:
@@ -65,6 +67,7 @@ class Profile:
         """Ends the trace."""
         if self._began is None:
             return
+        # Before the trace is written, so that it is ended once even if writing fails.
         self._began = None
         with self.clock.phase(Phase.OTHER):
             try:

@@ -14,7 +14,10 @@ A loss is a spike if it is more than train.spike_threshold robust deviations abo
 last WINDOW good losses. The robust deviation is 1.4826 times the median distance from the median,
 which is the standard deviation of normal noise (Hampel 1974), and at least FLOOR.
 
-The detector's state is in every checkpoint, so a run that was killed decides as if it had not been.
+Begin with `SpikeDetector.check`, which finds a Fault in a step's numbers, and `SpikeDetector.act`,
+which ends the run or asks for a roll-back. The loop then goes back (loop.py), and tells it by
+`SpikeDetector.go_back`. The detector's state is in every checkpoint, so a run that was killed
+decides as if it had not been.
 """
 
 import dataclasses
@@ -191,14 +194,17 @@ class SpikeDetector:
         count decides. A loss can be a spike only if it is finite and of all replicas; other steps
         neither continue nor end a series of spikes.
         """
+        # A checkpoint has one series, a process with several independent replicas one for each.
         if len(self._since) != len(numbers.finite):
             self._since = [None] * len(numbers.finite)
         self._since = [
             None if good else numbers.at if at is None else at
             for good, at in zip(numbers.finite, self._since, strict=True)
         ]
+        # Only with one series is the state the same in all processes, which a checkpoint needs.
         since = self._since[0] if len(self._since) == 1 else None
         self.state = dataclasses.replace(self.state, nonfinite_since=since)
+        # Without such a step `begin` is behind this one, and the count is 0.
         begin = min((at for at in self._since if at is not None), default=numbers.at + 1)
         count, limit = numbers.at - begin + 1, self._policy.nonfinite_limit if self.skips else 1
         if count >= limit:
@@ -215,8 +221,10 @@ class SpikeDetector:
     def _check_spike(self, numbers: Numbers) -> Fault | None:
         losses, threshold = self.state.losses, self._policy.spike_threshold
         counts = threshold > 0 and math.isfinite(numbers.loss)
+        # A loss without a comparison, or with too few good ones before it, counts as usual.
         above = deviations(numbers.loss, losses) if counts and len(losses) >= LEAST else 0.0
         if above <= threshold:
+            # Spikes are not remembered: several of them would raise the median, and hide the next.
             good = (*losses, numbers.loss)[-WINDOW:] if counts else losses
             self.state = dataclasses.replace(self.state, losses=good, spike_since=None, spikes=0)
             return None
@@ -241,11 +249,14 @@ class SpikeDetector:
                 f"{fault.why}; the run has gone back {self.state.rollbacks} times, as often as "
                 f"train.rollbacks={self._policy.rollbacks} lets it"
             )
+        # The first fault stays: a second one of the same program does not change where to go back.
         self.fault = self.fault or fault
 
     def go_back(self, rollback: Rollback) -> None:
         """Takes the state of the checkpoint that the run has gone back to, and counts this
         roll-back."""
+        # The count of roll-backs is that of the run, and not of the checkpoint. Otherwise a run
+        # could go back to the same checkpoint for ever.
         self.state = DetectorState(self.state.rollbacks + 1, rollback.detector.losses)
         self.fault, self._since, self._copies_agreed = None, [None], rollback.step
 

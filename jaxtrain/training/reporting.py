@@ -1,4 +1,9 @@
-"""The results of steps, which are awaited one step later, checked, logged and shown."""
+"""The results of steps, which are awaited one step later, checked, logged and shown.
+
+Begin with `Reporter.add`: the loop gives it each step that it has dispatched, and gets the requests
+of the processes after the step before. `Reporter._report` has all that happens with one step's
+numbers, in order; the methods below it are its warnings.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -168,6 +173,8 @@ class Reporter:
         asked = Request.NOTHING
         if not steps:
             return asked
+        # All steps of a program end together, so one wait is for all, and it is one lap of the
+        # timers.
         with self.goodput.clock.phase(Phase.AWAITING):
             jax.block_until_ready(steps[-1].metrics)
         self.speedometer.lap(steps[-1].at)
@@ -184,6 +191,8 @@ class Reporter:
         """together: all processes are at this step, so that independent replicas' results can be
         combined; otherwise those of this process's replicas are."""
         at, metrics = pending.at, pending.of_step()
+        # Combining independent replicas' metrics is a collective of all processes. Between logged
+        # steps they do without, for it would make every replica wait for the slowest one.
         together = together or logged or self.combine_metrics is None
         with self.goodput.clock.phase(Phase.AWAITING):
             local = {name: _local(values) for name, values in metrics.items()}
@@ -194,6 +203,7 @@ class Reporter:
             values = {name: float(metrics[name]) for name in METRICS if name in metrics}
             asked = pending.answer()
         values |= {"tokens": at * self.speedometer.tokens_per_step, "batch": pending.batch}
+        # The first results end the start of the command: it has compiled, loaded and run a step.
         if not self._has_started:
             self.progress.log(start_line(self.goodput.clock))
             self.log.write(at, **start_record(self.goodput.clock))
@@ -207,7 +217,8 @@ class Reporter:
             self.speculation.saw(numbers.loss, numbers.grad_norm)
         self.progress.update(at, **values, **self.speedometer.recent())
         if logged or (together and (fault or not all(finite))):
-            # the steps of a program end together
+            # The steps of a program end together, so each of them is logged with the same speed: a
+            # second call would ask for the time of no step.
             self._speed = self._speed or self.speedometer.since_asked()
             goodput = round(self.goodput.share(), 4)
             self.log.write(at, **values, **self._speed, goodput=goodput, **self._slowest())
@@ -215,7 +226,9 @@ class Reporter:
         self._warn_of_skips(numbers, values.get("skipped", 0.0))
         if not values["weighted_tokens"]:
             self._warn_of_empty_batch(numbers)
-        if together:  # one replica's numbers do not end the run before all processes see them
+        # One replica's numbers do not end the run before all processes see them: a process that
+        # ended by itself would leave the others waiting.
+        if together:
             self.detector.act(self._agreed(fault, numbers))
         if pending.comparison:
             self.detector.check_copies(at, pending.comparison())
@@ -237,6 +250,8 @@ class Reporter:
         the numbers of its own replicas."""
         if self.combine_metrics is None or jax.process_count() == 1:
             return fault
+        # All processes ask for the least of their steps. Those without a fault name a step that has
+        # not been.
         none = numbers.at + 1
         since = cluster.least(fault.since if fault else none)
         if since == none:
@@ -247,6 +262,8 @@ class Reporter:
     def _warn_of_skips(self, numbers: Numbers, skipped: float) -> None:
         """Warns of skipped updates; with independent replicas, of all since they last
         synchronized. skipped: their number in the run so far."""
+        # This process knows the skips of its own replicas by their numbers, and those of all by the
+        # metric `skipped`, which is of all replicas only where they have synchronized.
         self._skips += self.detector.skips * numbers.finite.count(False)
         if not numbers.is_global:
             return
@@ -260,7 +277,7 @@ class Reporter:
         """Warns of the first batch in which no token counts, and whenever their number has
         doubled."""
         self._empty_batches += 1
-        if self._empty_batches.bit_count() == 1:
+        if self._empty_batches.bit_count() == 1:  # 1, 2, 4, 8, …: few lines in a long run
             self.progress.log(
                 "warning: no token of a batch counts in the loss, and the update is momentum and "
                 f"weight decay alone ({self._empty_batches} so far): "
@@ -286,5 +303,6 @@ def _local(value: jax.Array | np.ndarray) -> np.ndarray:
     that all devices have, or of numpy."""
     if not isinstance(value, jax.Array) or value.is_fully_replicated:
         return np.ravel(value)
+    # Several devices of a replica hold its value: by the shard's first index each counts once.
     parts: dict[Any, Any] = {shard.index[0].start: shard.data for shard in value.addressable_shards}
     return np.concatenate([parts[start] for start in sorted(parts)])

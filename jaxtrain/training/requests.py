@@ -76,6 +76,8 @@ class Requests:
         self._clock, self._last_save = clock, clock()
         self._devices = mesh.size
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        # Devices combine the flags, and not the hosts: the answer then comes behind the step that
+        # is running, with its results, and no process waits for another at a point of its own.
         self._any = jax.jit(
             lambda flags: flags.max(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec())
         )
@@ -87,9 +89,13 @@ class Requests:
     def ask(self) -> Answer:
         """A function that waits for the answer. Every process must call this after the same
         step."""
+        # Alone, a process looks at its signals when it reads the answer, a step later than it asks:
+        # a signal of that time still counts.
         if jax.process_count() == 1:
             return self._of_this_process
         request = self._of_this_process()
+        # Each device of a process has the flags of this process, so a maximum over all devices has
+        # every request that some process has.
         flags = np.tile(
             np.array([flag in request for flag in Request], np.int32), (self._devices, 1)
         )
@@ -100,6 +106,7 @@ class Requests:
         return lambda: _together(dict(zip(Request, np.asarray(answer), strict=True)))
 
     def _of_this_process(self) -> Request:
+        # Clocks differ between processes: that of process 0 decides for all.
         late = (
             cluster.is_main()
             and self._clock() - self._last_save >= self._interval

@@ -104,6 +104,7 @@ class StepsTogether:
             optimizer = self.one.optimizer.of_part(specs)
 
             def update(gradients: dict, state: Any, values: dict) -> tuple[dict, Any]:
+                # The update is made before the norm of all gradients is known.
                 # A norm that clips nothing, and numbers that are finite. XLA must not know them:
                 # with another expression it fuses, and then rounds, otherwise than in one step.
                 norm, finite = lax.optimization_barrier(
@@ -154,8 +155,11 @@ def train_several(together: StepsTogether) -> Train:
         state: TrainState, batches: Sequence[dict], alone: jax.Array
     ) -> tuple[TrainState, StepMetrics]:
         steps = len(batches)
+        # The table reads all microbatches of all steps in one array, a step alone those of its
+        # batch.
         stacked = jax.tree.map(lambda *a: jnp.stack(a), *batches)
         joined = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
+        # Loops carry metrics of fixed shapes, from before the first trip on.
         shapes = jax.eval_shape(together.run, state, joined)[1]
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 

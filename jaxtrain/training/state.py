@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
@@ -56,6 +55,8 @@ class TrainState:
     params: Any
     optimizer: Any
     step: Any
+    # Trees that few runs have are None, which is a pytree without leaves: programs and checkpoints
+    # of the others do not see them.
     anchor: Any = None
     outer_momentum: Any = None
     working: Any = None
@@ -89,17 +90,16 @@ def abstract_state(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arrays, shardings
         )
 
-    replicated = NamedSharding(layout.mesh, P())
     params = laid_out(layout.shapes, layout.held)
     working = layout.working_shapes
     optimizer_state = laid_out(
         jax.eval_shape(optimizer.init, layout.shapes),
-        layout.state_of(optimizer, layout.state_sharding, lambda _: replicated),
+        layout.state_of(optimizer, layout.state_sharding, lambda _: layout.everywhere),
     )
     if layout.disk:
         params, optimizer_state = _on_disk(layout, optimizer, params, optimizer_state)
     # The number of steps is on every device, since each reads it for the learning rate.
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.everywhere)
     if not layout.independent_replicas:
         return TrainState(params, optimizer_state, step, working=working)
     # Anchor and momentum are those of all replicas together: they have no dimension [replicas].
@@ -202,6 +202,8 @@ def _stored_array(one: ParameterState) -> Stored:
 
 def stored_shapes(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
     """The shapes in a checkpoint of `TrainState.stored`: a state whose leaves are `Stored`."""
+    # Anchor and momentum are stored as parameters are, so that a run with and one without
+    # independent replicas can read each other's model.
     one = stored_parameters(layout)
     state = TrainState(
         one,
@@ -294,6 +296,7 @@ def with_working(layout: ParameterLayout, stored: TrainState) -> TrainState:
     if layout.independent_replicas:
         copies = replicas.in_each(copies)
     program = jax.jit(copies, out_shardings=shardings).lower(masters)
+    # A run may go back to a checkpoint several times, and a barrier's name is used once.
     name = f"copies that ops read, {next(_programs)}"
     working = cluster.compile_everywhere(name, program)(masters)
     return dataclasses.replace(stored, working=working)
@@ -314,6 +317,7 @@ def _working_of_disk(layout: ParameterLayout, masters: dict) -> Any:
 
 def bytes_per_device(abstract: Any, host: bool = False) -> int:
     """Bytes of a pytree of abstract arrays for one device, in its own memory or in the host's."""
+    # Arrays on disk are pytrees without leaves: they do not count here.
     arrays = [a for a in jax.tree.leaves(abstract) if host_memory.is_host(a.sharding) == host]
     return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in arrays)
 

@@ -150,6 +150,9 @@ class Step:
         if layout.independent_replicas:
             kinds["anchor"] = bytes_per_device(state.anchor)
             kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
+        # Gradients are added up in float32, in arrays like the parameters: of a device's own shard
+        # if they cross `data` in each microbatch, otherwise of all shards, which are reduced at the
+        # end.
         accumulated = 0
         for keys, _, size, reduction in layout.parameters():
             in_ops = reduces_in_ops or (layout.shards_ends and keys[0] != "layers")
@@ -160,6 +163,7 @@ class Step:
             "moments": bytes_per_device(state.optimizer, host=True),
             "masters": bytes_per_device(state.params, host=True),
         }
+        # One stage has no slots: a microbatch's backward follows its forward.
         if self.setup.train:
             pools = {kind: number * each for kind, (number, each) in self.slot_pools().items()}
             host["slots"] = sum(self.slots_on_host().values())
@@ -177,8 +181,8 @@ class Step:
         state, batch = self.abstract_state(), self.abstract_batch
         if self.several is None:
             return self.train.lower(state, batch)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        alone = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+        # An argument and not a constant, so that one program runs steps together and alone.
+        alone = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.layout.everywhere)
         return self.several.lower(state, (batch,) * self.steps_per_program, alone)
 
 
@@ -220,6 +224,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
     memory.
     """
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
+    # First what may be refused: tables of large pipelines take seconds.
     _check_host_memory(parallel, config.pipeline.save, mesh)
     setup = setup or make_setup(config)
 
@@ -234,6 +239,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
         random_keys(layout, config.train.seed, ROUNDING),
     )
     abstract = abstract_state(layout, optimizer)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
 
     # The model on its devices, which runs a table. Evaluation has a table of its own, of forwards.
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
@@ -251,6 +257,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
         fp8=fp8_of(precision, layout.independent_replicas),
         collective_matmul=parallel.collective_matmul,
     )
+    # remat, saved values and offload are about the backward, which evaluation has not.
     runtime = runtime_of(
         setup.train,
         remat=remat_of(config.pipeline.remat),
@@ -269,12 +276,12 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
     if layout.disk:
         train, streamed = streamed_step(one, abstract, jit)
     else:
-        train = _one_step(one, abstract, jit)
+        train = _one_step(one, shardings, jit)
     if setup.train_several and not layout.disk:
         tables = dataclasses.replace(runtime, slotted=setup.train_several)
-        several = _several_steps(StepsTogether(one, tables), abstract, jit)
+        several = _several_steps(StepsTogether(one, tables), shardings, jit)
     if layout.independent_replicas:
-        exchange, combine_metrics = _exchange(layout, abstract, precision.outer, jit)
+        exchange, combine_metrics = _exchange(layout, shardings, precision.outer, jit)
     return Step(
         layout.parts,
         layout,
@@ -303,6 +310,8 @@ def _compiler_options(runtime: Runtime, setup: Setup, changes: tuple[str, ...]) 
     `parallel.compiler_options`"""
     sizes, table = runtime.mesh.shape, setup.table
     gathers, experts = runtime.zero.gathers_in_ops, runtime.parts.cfg.experts > 0
+    # Most options help one kind of program and harm others (devices/compiler_options.py has the
+    # reasons), so each goes by what this step does.
     does = {
         GATHERS: gathers and sizes["stage"] == 1,
         GATHERS_WHOLE: gathers and sizes["stage"] * sizes["model"] == 1,
@@ -314,9 +323,8 @@ def _compiler_options(runtime: Runtime, setup: Setup, changes: tuple[str, ...]) 
     return compiler_options(runtime.mesh.devices.flat[0], names, changes)
 
 
-def _one_step(one: OneStep, abstract: TrainState, jit: Callable[..., Wrapped]) -> Wrapped:
-    """`Step.train` as one program. abstract: the state; jit: jax.jit with the compiler options"""
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+def _one_step(one: OneStep, shardings: TrainState, jit: Callable[..., Wrapped]) -> Wrapped:
+    """`Step.train` as one program. shardings: of the state; jit: jax.jit with compiler options"""
     of_replicas = NamedSharding(one.layout.mesh, replicas.leading(PartitionSpec()))
     return jit(
         one.train,
@@ -330,16 +338,19 @@ def _one_step(one: OneStep, abstract: TrainState, jit: Callable[..., Wrapped]) -
 
 
 def _several_steps(
-    together: StepsTogether, abstract: TrainState, jit: Callable[..., Wrapped]
+    together: StepsTogether, shardings: TrainState, jit: Callable[..., Wrapped]
 ) -> Wrapped:
     """`Step.several`; arguments as of `_one_step`."""
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    everywhere = NamedSharding(together.one.layout.mesh, PartitionSpec())
-    return jit(train_several(together), donate_argnums=0, out_shardings=(shardings, everywhere))
+    # Rules allow no independent replicas here: the metrics are those of all devices.
+    return jit(
+        train_several(together),
+        donate_argnums=0,
+        out_shardings=(shardings, together.one.layout.everywhere),
+    )
 
 
 def _exchange(
-    layout: ParameterLayout, abstract: TrainState, dtype: str, jit: Callable[..., Wrapped]
+    layout: ParameterLayout, shardings: TrainState, dtype: str, jit: Callable[..., Wrapped]
 ) -> tuple[Wrapped, Wrapped]:
     """`Step.exchange` and `Step.combine_metrics` of independent replicas. dtype: of what they
     exchange; other arguments as of `_one_step`"""
@@ -350,11 +361,9 @@ def _exchange(
         momentum=layout.optimizer.outer_momentum,
         dtype=dtype,
     )
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    everywhere = NamedSharding(layout.mesh, PartitionSpec())
     return (
         jit(outer_step, donate_argnums=0, out_shardings=shardings),
-        jit(combine_replicas, out_shardings=everywhere),
+        jit(combine_replicas, out_shardings=layout.everywhere),
     )
 
 

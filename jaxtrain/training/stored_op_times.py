@@ -69,12 +69,15 @@ def read(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...]
     try:
         values = read_json(file, folder=folder)
         times = tuple(float(value) for value in values["times"])
-        keeps_rules = (  # of pipeline.times
+        # The rules of `pipeline.times`, for a person may have edited the file.
+        keeps_rules = (
             3 <= len(times) <= len(NAMES) and all(times[:3]) and all(0 <= t < 1e9 for t in times)
         )
         if times and not keeps_rules:
             raise ValueError
         return times if values["of"] == settings else None
+    # Without a file times are made. A damaged one is not replaced silently: other times make
+    # another table, and the run would not go on as it began.
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -21,9 +21,8 @@ def test_each_admitted_choice_has_a_position_of_its_own(seed):
     chosen, sends = random.integers(0, 5, 23), 20
     choices = routing.sort_choices(jnp.asarray(chosen, jnp.int32), 5)
     admitted = np.minimum(np.bincount(chosen, minlength=5), [2, 9, 0, 9, 1])
-    choice_of, position_of = map(
-        np.asarray, routing.positions(choices, jnp.asarray(admitted), sends)
-    )
+    positions = routing.positions(choices, jnp.asarray(admitted), sends)
+    choice_of, position_of = map(np.asarray, positions)
     expected = [c for e in range(5) for c in np.flatnonzero(chosen == e)[: admitted[e]]]
     assert choice_of.tolist() == expected + [len(chosen)] * (sends - len(expected))
     for choice, position in enumerate(position_of):

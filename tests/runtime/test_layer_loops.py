@@ -58,17 +58,17 @@ def test_the_next_layer_is_gathered_before_a_layer_runs(monkeypatch, reverse, pe
         events.append(f"gather {i}")
         return i
 
-    def body(i, parameters, carry):
-        assert parameters == i
+    def body(layers, i, parameters, carry):
+        assert parameters == i and bounds[layers][0] <= i < bounds[layers][1]
         events.append(f"run {i}")
         return [*carry, i]
 
     bounds = BOUNDS["two ranges"]
     loops = plan_loops(bounds, reverse, peel_last=peel_last)
-    order = run_loops_gathering(loops, dict.fromkeys(bounds, body), gathered, [])
+    order = run_loops_gathering(loops, body, gathered, [])
     assert order == sorted(range(5), reverse=reverse)
     following = [*order[1:], *([] if peel_last else [-1 if reverse else 5])]
     pairs = itertools.zip_longest(following, order)
     texts = [[f"gather {n}"] * (n is not None) + [f"run {i}"] for n, i in pairs]
     assert events == [f"gather {order[0]}", *itertools.chain(*texts)]
-    assert run_loops(loops, dict.fromkeys(bounds, body), lambda i: i, []) == order
+    assert run_loops(loops, body, lambda i: i, []) == order

@@ -48,7 +48,7 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class SettingRecord:
     """What is known of a setting besides its name, type and default. rules/checks.py checks it;
     --help prints the doc and the choices.
 
@@ -64,10 +64,12 @@ def setting(default: Any, doc: str, allowed: Choices | Range | None = None) -> A
     """A dataclass field of a group. allowed: None: all values of the annotated type"""
     choices = allowed if isinstance(allowed, Choices) else Choices()
     bounds = allowed if isinstance(allowed, Range) else Range()
-    return dataclasses.field(default=default, metadata={"setting": Setting(doc, choices, bounds)})
+    return dataclasses.field(
+        default=default, metadata={"setting": SettingRecord(doc, choices, bounds)}
+    )
 
 
-def setting_of(field: dataclasses.Field) -> Setting:
+def setting_of(field: dataclasses.Field) -> SettingRecord:
     """The record of a field that `setting` has made."""
     return field.metadata["setting"]
 

@@ -25,7 +25,7 @@ from jaxtrain.config.rules import mesh_rules, model_rules, resume
 from jaxtrain.config.rules.all_rules import OF_OUR_PRODUCTS, RULES
 from jaxtrain.config.rules.mesh_rules import filled, on_mesh
 from jaxtrain.config.rules.rules import (
-    Changes,
+    SettingChanges,
     SettingsRule,
     Violation,
     groups_of,
@@ -240,7 +240,7 @@ class _Search:
         self.config, self.environment, self.lenient = config, environment, lenient
         self.walked = 0  # configs
         self.kept: tuple[str, ...] = ()  # beginnings of the settings that no fix may change
-        self._known: dict[str, tuple[Changes, ...] | None] = {}
+        self._known: dict[str, tuple[SettingChanges, ...] | None] = {}
         self._wrong = {
             path: wrong
             for path in cfg.fields()
@@ -281,7 +281,7 @@ class _Search:
             return f"--cpu_devices={works.devices}" if is_cpu else f"{works.devices} devices"
         return "another --workdir"
 
-    def fewest_changes(self) -> Changes:
+    def fewest_changes(self) -> SettingChanges:
         """The fewest fixes of broken rules that work together, or the settings that go back to
         another config, where these are only one, or fewer by more than one. Empty where nothing
         works.
@@ -304,7 +304,7 @@ class _Search:
                 return self._needed(changes)
         return last_resort
 
-    def other_values(self, violation: Violation, changes: Changes) -> list:
+    def other_values(self, violation: Violation, changes: SettingChanges) -> list:
         """Further values that work for the one setting that is changed, as many as the rule shows;
         none where several are changed or the rule is about another one."""
         field = violation.field
@@ -320,11 +320,11 @@ class _Search:
         values = [*itertools.islice(others, violation.show - 1)]
         return sorted(values) if type(changes[field]) is int else values
 
-    def passes(self, changes: Changes) -> bool:
+    def passes(self, changes: SettingChanges) -> bool:
         """True if every rule holds after these changes."""
         return self._fixes(changes) is None
 
-    def _walk(self, changes: Changes, most: int) -> Changes | None:
+    def _walk(self, changes: SettingChanges, most: int) -> SettingChanges | None:
         """Changes that work, these and at most so many fixes beyond them: the first that a
         depth-first walk over the fixes of broken rules comes to."""
         fixes = self._fixes(changes)
@@ -339,7 +339,7 @@ class _Search:
                     return result
         return None
 
-    def _fixes(self, changes: Changes) -> tuple[Changes, ...] | None:
+    def _fixes(self, changes: SettingChanges) -> tuple[SettingChanges, ...] | None:
         """The fixes of the first rule that is broken after these changes; None if every rule
         holds."""
         key = repr(sorted(changes.items()))
@@ -360,7 +360,7 @@ class _Search:
             self._known[key] = allowed if violation else None
         return self._known[key]
 
-    def _restored(self, other: Config) -> Changes | None:
+    def _restored(self, other: Config) -> SettingChanges | None:
         """The settings in which the config has to become like one that works, none without need;
         None if that one does not work here."""
         pairs = {path: (cfg.get(self.config, path), cfg.get(other, path)) for path in cfg.fields()}
@@ -372,7 +372,7 @@ class _Search:
         }
         return self._needed(changes) if self.passes(changes) else None
 
-    def _needed(self, changes: Changes) -> Changes:
+    def _needed(self, changes: SettingChanges) -> SettingChanges:
         """Changes that work without those that are not needed; the model's are dropped first."""
         for path in sorted(changes, key=[*cfg.fields()].index):
             fewer = {other: value for other, value in changes.items() if other != path}

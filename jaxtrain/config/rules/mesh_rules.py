@@ -24,7 +24,7 @@ from jaxtrain.config import (
     TrainConfig,
 )
 from jaxtrain.config.kernels import QUANTIZED
-from jaxtrain.config.rules.rules import Changes, Violation, divisors, near, values_for
+from jaxtrain.config.rules.rules import SettingChanges, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.schedule.orders import CSV
 
@@ -196,7 +196,7 @@ def mesh_uses_devices(mesh: MeshConfig, devices: int) -> Iterator[Violation]:
 
 def _mesh_fixes(
     blamed: list[str], sizes: dict[str, int], devices: int, is_open: bool
-) -> Iterator[Changes]:
+) -> Iterator[SettingChanges]:
     """Changes with which the mesh fits: of the size of one axis, then of two, …, the nearest first.
 
     blamed: axes whose sizes may be wrong, the likeliest first; is_open: a further axis is -1

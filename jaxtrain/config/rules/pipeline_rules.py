@@ -13,7 +13,7 @@ from jaxtrain.config import (
     ends_with_layers,
 )
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.config.rules.rules import Changes, Violation, values_for
+from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
 from jaxtrain.config.saved_values import (
     LAYER_INPUT,
     ON_HOST,
@@ -197,7 +197,7 @@ def layers_fill_chunks(
     if not pipeline.chunk_layers:
         return
     path, numbers = "pipeline.chunk_layers", len(pipeline.chunk_layers)
-    evenly: Changes = {path: ()}
+    evenly: SettingChanges = {path: ()}
     if pipeline.layer_costs:
         yield Violation(
             path, "and pipeline.layer_costs both cut the layers", [{"pipeline.layer_costs": ()}]

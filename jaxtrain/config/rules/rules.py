@@ -17,7 +17,7 @@ from jaxtrain.config import (
     FilledConfig,
 )
 
-Changes = dict[str, Any]  # setting → value
+SettingChanges = dict[str, Any]  # setting → value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Violation:
 
     field: str
     rule: str
-    fixes: Iterable[Changes] = ()
+    fixes: Iterable[SettingChanges] = ()
     show: int = 1
 
 
@@ -61,6 +61,6 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(n // d for d in small)}))
 
 
-def values_for(path: str, values: Iterable[Any]) -> list[Changes]:
+def values_for(path: str, values: Iterable[Any]) -> list[SettingChanges]:
     """Changes of one setting, to each of these values."""
     return [{path: value} for value in values]

@@ -17,7 +17,7 @@ from jaxtrain.config import (
     sources,
 )
 from jaxtrain.config.learning_rates import LEARNING_RATES
-from jaxtrain.config.rules.rules import Changes, Violation, values_for
+from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
 
@@ -188,7 +188,7 @@ def offload_directory_is_local(
     path, folder = "parallel.offload_directory", parallel.offload_directory
     if not folder:
         return
-    without: Changes = {path: ""}
+    without: SettingChanges = {path: ""}
     if parallel.offload_to("optimizer") == "device":
         offload = "both" if parallel.offload == "activations" else "optimizer"
         yield Violation(

@@ -84,6 +84,8 @@ def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:
     return jnp.einsum("btnv,btnv->btn", g_BTNV, out_BTNV, preferred_element_type=jnp.float32)
 
 
+# A custom_vjp: kernels have no gradient that jax knows, and one of plain XLA's loop would save the
+# scores of every block.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) -> jax.Array:
     """Attention by a kernel → [B, T, N, V]; the heads of all arrays are split over `model`."""
@@ -91,11 +93,11 @@ def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) 
 
 
 def _attend(kernel, q, k, v, sight, segments):
-    """The output, and Residuals with the log-sum-exp as [B, N, T]: the order in which TPU's and
-    GPU's kernels write and read it. In another one entire pools would be transposed in every tick,
-    and, where they lie on the host, moved to the device and back (seen in programs compiled ahead
-    of time)."""
+    """The output, and Residuals with the log-sum-exp as [B, N, T]."""
 
+    # [B, N, T] is the order in which TPU's and GPU's kernels write and read the log-sum-exp. In
+    # another one entire pools would be transposed in every tick, and, where they lie on the host,
+    # moved to the device and back (seen in programs compiled ahead of time).
     def run(inputs: Inputs):
         out, lse_BTN = kernel.forward(inputs, inputs.v.dtype)
         return out, row_major_part(jnp.moveaxis(lse_BTN, 2, 1))
@@ -112,6 +114,8 @@ def _attend_backward(kernel, residuals, g):
         lse_BTN = jnp.moveaxis(row_major_part(residuals.lse), 1, 2)
         return kernel.backward(residuals._replace(lse=lse_BTN), g, residuals.inputs.q.dtype)
 
+    # On each device's own heads: the partitioner cannot split a kernel, and would gather its
+    # inputs.
     gradients = over_model(run, (Residuals._make((SPLITS, HEADS, LSE)), HEADS), HEADS)(residuals, g)
     arrays = residuals.inputs[:3]  # q, k, v; sight and segments have no gradients
     return *(d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True)), None, None

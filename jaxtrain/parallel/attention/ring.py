@@ -39,6 +39,8 @@ from jaxtrain.parallel.attention.heads import by_heads
 OWN = Sight((0, 1), 1)
 
 
+# A custom_vjp: jax's gradient of the loop would save the keys and values of every step, which are
+# those of all devices.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(kernel: Kernel, q, k, v, segments=None) -> jax.Array:
     """Causal attention over split sequences; q, k, v [B, T, heads, head dimension] and segments [B,

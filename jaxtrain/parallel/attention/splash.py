@@ -194,6 +194,8 @@ def _forward(inputs: Inputs, dtype, *, interpret: bool):
     sizes = splash.BlockSizes(
         block_q=pairs.queries, block_kv=pairs.keys, block_kv_compute=block_size(pairs.keys, 512)
     )
+    # jax's public function makes the kernel's arrays from a mask of queries × keys. The one inside
+    # it takes the arrays, which are made from the device's index and the documents here.
     run: Any = splash._splash_attention_forward
     out, (lse,) = run(
         pairs.by_queries(),
@@ -222,6 +224,8 @@ def _backward(residuals: Residuals, g_BTNV, dtype, *, wanted: str, interpret: bo
     q, k, v, _, _ = inputs
     choice = splash_backward(wanted, k.shape[1], q.shape[3], v.shape[3])
     arrays = _scaled(q), k, v, g_BTNV.astype(q.dtype), lse, delta(g_BTNV, out)
+    # One kernel computes the scores once for all three gradients; two compute them twice, but need
+    # no sums in vector memory that grow with the keys.
     if choice.kernels == FUSED:
         return _fused(arrays, inputs, choice.call_keys, dtype, interpret)
     dq, dk, dv = _by_two_kernels(arrays, inputs, interpret)

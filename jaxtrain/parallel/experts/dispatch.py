@@ -34,6 +34,8 @@ def _in_turn(
     functions: Sequence[Callable], x: jax.Array, routing: Routing, spec: DispatchSpec
 ) -> jax.Array:
     """The functions of each part of x [M, …], each as a call of its own."""
+    # A call each, since runtime/interleave.py overlaps a message with another op's products: work
+    # that shared the message's call would be waited for with it.
     for function in functions:
         on_part = lambda routing, x, function=function: function(x[0], routing, spec)[None]
         x = over_model(on_part, (REPLICATED, PART), PART)(routing, x)

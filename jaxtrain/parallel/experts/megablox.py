@@ -121,6 +121,7 @@ def add_rows_gradient(
 ) -> jax.Array:
     """`total` and the gradient of the rows, [R, I]; anything in rows of no group. mean: the mean
     number of rows of all groups"""
+    # The kernel cannot add to an array, so its result is added in a pass over the filled rows.
     by_rows = rows_gradient(g_RO, weights_EIO, sizes_E, interpret=interpret, fills_empty=False)
     return on_rows(jnp.add, mean, sizes_E.sum(), total_RI, by_rows)
 
@@ -134,6 +135,8 @@ def weights_gradient(
 ) -> jax.Array:
     """The gradient of the weights, [E, I, O] of the rows' type, summed in float32; zeros for groups
     without rows."""
+    # The kernel reads rows in columns: it multiplies rowsᵀ, so this product alone needs a
+    # transpose.
     rows, g = _padded(rows_RI), _padded(g_RO)
     tiles = _tiles(rows.shape[0], sizes_E.size, rows.shape[1], g.shape[1], rows.dtype.itemsize)
     return tgmm(rows.T, g, sizes_E, rows.dtype, tiles, interpret=interpret)

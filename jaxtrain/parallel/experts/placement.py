@@ -42,6 +42,7 @@ class ExchangeGroup(NamedTuple):
     @property
     def me(self) -> jax.Array:
         """The index of this device in its group."""
+        # The index along the axis counts nodes first: with 2 nodes of 4, device 5 is [1, 1].
         index = lax.axis_index(EXPERT)
         if self.devices == manual_size(EXPERT):
             return index

@@ -149,6 +149,8 @@ def cut_groups(sizes: jax.Array, capacity: int) -> jax.Array:
     min(size, level) over the groups is, for sizes in ascending order, the least over j of the j
     smallest and `level` times the others.
     """
+    # The largest groups are cut, not all in proportion: a small group, whose tokens would be a rare
+    # expert's only ones, keeps its rows.
     by_device = sizes.swapaxes(0, 1).reshape(sizes.shape[1], -1)
     ascending = jnp.sort(by_device, -1)
     smallest = jnp.cumsum(ascending, -1) - ascending
@@ -212,6 +214,7 @@ class Runs(NamedTuple):
 
 def runs_of(chosen_BTK: jax.Array, experts: int, halves: int) -> Runs:
     """The runs of choices, `halves` of each sequence: 1 or 2."""
+    # One key for run and expert, so that one sort ranks the choices of all runs.
     b, t, _ = chosen_BTK.shape
     half = jnp.arange(t, dtype=jnp.int32) // (t // halves)
     run = (jnp.arange(b, dtype=jnp.int32)[:, None] * halves + half)[..., None]

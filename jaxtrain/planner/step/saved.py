@@ -23,7 +23,7 @@ class SavedBytes(StepPart):
     @once
     def of_layer(self, dense: bool, remat: str) -> LayerBytes:
         """The bytes of one layer, as in `layer_bytes`."""
-        from jaxtrain.runtime.saved_bytes import saved_bytes
+        from jaxtrain.runtime.saved_bytes import LayerOnMesh, saved_bytes
 
         model, layout, settings = self.model, self.layout, self.settings
         platform, sequences = self.hardware.platform, layout.microbatch
@@ -39,23 +39,23 @@ class SavedBytes(StepPart):
         cut = next((m for m in (mode, of_layout) if m not in SAVE_ALL), SELECTIVE)
         # devices of `expert` have a dense layer each
         expert, nodes = (1, 1) if dense else (layout.expert, layout.expert_nodes)
-        everything, saved = saved_bytes(
+        layer = LayerOnMesh(
             model.of_one_layer,
             # other frameworks have experts in formats that our own products do not take
             settings.precision
             if settings.ours
             else PrecisionConfig(compute=settings.precision.compute),
-            cut,
-            layout.save if cut == of_layout else (),
-            (1, 1, 1 + several, layout.context, expert, layout.model),
-            (traced, model.sequence // layout.context),
-            platform,
-            dense=dense,
-            documents=settings.documents,
+            dense,
+            traced,
+            model.sequence // layout.context,
+            settings.documents,
+            mesh_sizes=(1, 1, 1 + several, layout.context, expert, layout.model),
+            platform=platform,
             context=settings.parallel.context if layout.context > 1 else "all_gather",
             expert_nodes=nodes,
             beside_products="on" if self.multiplies_while_sending else "off",
         )
+        everything, saved = saved_bytes(layer, cut, layout.save if cut == of_layout else ())
         return LayerBytes(
             *(n * sequences // traced for n in (everything if mode in SAVE_ALL else saved))
         )

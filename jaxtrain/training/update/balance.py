@@ -16,6 +16,8 @@ BIAS, LOAD, DROPPED = "bias", "load", "dropped"
 
 def without_counts(specs: dict, with_counts: dict) -> dict:
     """The gradients, with zeros instead of counts."""
+    # Zeros, and not None: the optimizer's state has an array for each parameter, and a count must
+    # add nothing to the norm.
     return jax.tree.map(
         lambda s, g: jnp.zeros_like(g) if s.counts else g, specs, with_counts, is_leaf=is_spec
     )
@@ -41,6 +43,7 @@ def move(
     def moved(path: tuple, s: Spec, parameter: jax.Array, count: jax.Array) -> jax.Array:
         if not s.counts or path[-1].key != BIAS:
             return parameter
+        # The sign alone: all biases move at one speed, however uneven the load.
         towards_mean = parameter + rate * jnp.sign(count.mean(-1, keepdims=True) - count)
         return towards_mean if finite is None else jnp.where(finite, towards_mean, parameter)
 
@@ -50,6 +53,7 @@ def move(
 def expert_load(specs: dict, with_counts: dict) -> jax.Array | None:
     """The busiest expert's load over the mean, in the layer where that is largest; None for a model
     without experts."""
+    # A local unit without layers has an empty stack.
     loads = [load for load in _counts(specs, with_counts, BIAS, LOAD) if load.size]
     uneven = [(load.max(-1) / jnp.maximum(load.mean(-1), 1)).max() for load in loads]
     return jnp.stack(uneven).max() if uneven else None
@@ -58,5 +62,6 @@ def expert_load(specs: dict, with_counts: dict) -> jax.Array | None:
 def dropped(specs: dict, with_counts: dict) -> jax.Array | None:
     """The fraction of the choices of experts that was dropped; None if none can be."""
     drops = _counts(specs, with_counts, DROPPED)
+    # Loads count choices that were dropped, too, so they are all choices.
     choices = sum(load.sum() for load in _counts(specs, with_counts, BIAS, LOAD))
     return jnp.divide(sum(drop.sum() for drop in drops), choices) if drops else None

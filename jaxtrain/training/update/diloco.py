@@ -31,6 +31,7 @@ def exchange(
     rate: η; momentum: μ; dtype: of the outer gradient that crosses `replica`, "float32" or "int8".
     """
     shardings = jax.tree.map(lambda like: replicas.each(like).sharding, layout.outer)
+    # Scattered before the difference is taken: each device computes and sends its own shard.
     params = jax.tree.map(
         lambda a, s: lax.with_sharding_constraint(on_device(a).astype(jnp.float32), s),
         state.params,
@@ -42,10 +43,12 @@ def exchange(
     velocity = jax.tree.map(lambda m, d: momentum * m + d, state.outer_momentum, delta)
 
     def moved(spec: Spec, anchor: jax.Array, delta: jax.Array, velocity: jax.Array) -> jax.Array:
-        # Parameters without a gradient are only averaged.
+        # Parameters without a gradient, such as experts' biases, are only averaged: momentum would
+        # carry them past the mean.
         return anchor - (delta if spec.counts else rate * (delta + momentum * velocity))
 
     anchor = jax.tree.map(moved, layout.specs, state.anchor, delta, velocity, is_leaf=is_spec)
+    # All replicas go on from the anchor, each with its own optimizer state.
     params, working = replicas.copies((layout.as_held(anchor), layout.working(anchor)), layout.mesh)
     return dataclasses.replace(
         state, params=params, anchor=anchor, outer_momentum=velocity, working=working

@@ -144,7 +144,7 @@ class Optimizer:
             norm = optax.tree.norm(gradients) if norm is None else norm
             gradients = _clipped(gradients, norm, self.settings.clip_norm)
         no_clipping, of_directions, no_decay, schedule = state
-        count = schedule.count
+        count = schedule.count  # of updates, not of steps: a skipped one does not move the rate
         rate = self.rate(count)
         parts = parts_of(of_directions, tree)
         # Each part of the state has a leaf for each parameter; a shared count is one for all.
@@ -354,6 +354,8 @@ def _layer_by_layer(
     def update_layer(
         layer: jax.Array, carry: tuple[jax.Array, jax.Array, list[jax.Array]]
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        # Nothing of the result is in an array of its own: values go into the gradient's memory, and
+        # the state into its own.
         gradient, held, leaves = carry  # the gradient's layers become the new values'
         # A scalar counts steps: every layer begins from the count before the step.
         layer_state = [

@@ -36,6 +36,8 @@ def rounded(
         return x
     assert key is not None, f"no random key to round to {dtype}"
     bits = lax.bitcast_convert_type(x, jnp.uint32)
+    # A number with the fraction f between two bfloat16s is carried to the upper one with the
+    # probability f. The sign is a bit of its own, so for negative numbers "up" is away from zero.
     carried = bits + (random_bits(key, count, use, x.shape) >> 16)
     # the digits that bfloat16 lacks are cut off: the cast is exact
     up_or_down = lax.bitcast_convert_type(carried & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -48,6 +50,8 @@ def random_bits(key: jax.Array, count: jax.Array, use: int, shape: tuple[int, ..
     lead = key.ndim - 1
     hashed = _mixed(key[..., 0] + _mixed(count.astype(jnp.uint32) + jnp.uint32(GOLDEN)))
     hashed = _mixed(hashed ^ _mixed(key[..., 1] + jnp.uint32(use)))
+    # One dimension after the other: a hash of an index over all dimensions would depend on their
+    # sizes, and padding would change the random bits.
     for dim in range(lead, len(shape)):
         place = lax.broadcasted_iota(jnp.uint32, shape[: dim + 1], dim) * jnp.uint32(GOLDEN)
         hashed = _mixed(hashed[..., None] + place)

@@ -24,8 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered, Wrapped
 
 from jaxtrain.devices import cluster
@@ -150,8 +148,7 @@ class StreamedUpdate:
 
     def lower(self) -> dict[Wrapped, Lowered]:
         """The traced programs."""
-        everywhere = NamedSharding(self.layout.mesh, P())
-        scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=everywhere)
+        scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=self.layout.everywhere)
         counts = jax.tree.leaves(self.state.optimizer)
         guard = Guard(scalar(jnp.float32), scalar(jnp.bool_) if self.one.skips else None)
         squares = scalar(jnp.float32) if self.layout.masters else None
@@ -189,7 +186,6 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
     state: abstract; jit: jax.jit with the step's compiler options
     """
     passes = tuple(_passes(one.layout, state))
-    everywhere = NamedSharding(one.layout.mesh, P())
     programs: dict[ParameterGroup, Wrapped] = {}
     # Units of equal layers share a program: it knows neither its unit nor the layer's number, which
     # is an argument. So a model has a few programs, however many layers it has.
@@ -200,8 +196,8 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
         shardings = UpdateResults(
             group.select(one.layout.shardings),
             [array.sharding for array in blocks.arrays],
-            everywhere,
-            everywhere,
+            one.layout.everywhere,
+            one.layout.everywhere,
         )
         key = (group.paths, group.specs, group.shapes, group.unit != "", str(shardings))
         if key not in alike:
@@ -241,6 +237,7 @@ def _state_by_parameter(
     leaves, outline = jax.tree.flatten(state.optimizer, is_leaf=is_on_disk)
     tree: Any
     params, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
+    # Numbers in place of the leaves, for arrays on disk are no leaves of a pytree.
     numbers, follows, _ = parts_of(outline.unflatten(range(len(leaves))), tree)
     trees = [
         tree.flatten_up_to(part) for part, is_tree in zip(numbers, follows, strict=True) if is_tree
@@ -260,6 +257,8 @@ def _parameter_groups(
     specs = jax.tree_util.tree_leaves_with_path(layout.specs, is_leaf=is_spec)
     keys = [tuple(str(key.key) for key in path) for path, _ in specs]
     unit_of = lambda i: keys[i][1] if keys[i][0] == "layers" else ""
+    # A group is one program and one read: small parameters, such as norms, go together with others,
+    # since a request of a disk has a price of its own.
     for unit, numbers in itertools.groupby(range(len(keys)), unit_of):
         together: list[list[int]] = []
         size = 0
@@ -365,6 +364,8 @@ class CompiledUpdate:
         self._programs = {group: compiled[update.programs[group]] for group, _ in update.passes}
         # the last place in a pass that needs a gradient
         self._last = {group: number for number, (group, _) in enumerate(update.passes)}
+        # The stream knows the order of all groups, so it reads some ahead of the update and writes
+        # others behind it.
         file = update.layout.disk
         assert file
         self._stream = StateStream(file, [blocks for _, blocks in update.passes])
@@ -441,8 +442,8 @@ class StreamedStep:
         """Traces the programs. The function compiles them, and joins them to the compiled program
         of the gradients."""
         layout = self.update.layout
-        everywhere = NamedSharding(layout.mesh, P())
-        squares = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+        squares = jax.ShapeDtypeStruct((), jnp.float32, sharding=layout.everywhere)
+        # Everything is traced here, on the thread that has the mesh.
         updates = self.update.lower()
         finish = self.finish.lower(self.update.state, squares if layout.masters else None)
 
@@ -484,7 +485,7 @@ def streamed_step(
 ) -> tuple[Wrapped, StreamedStep]:
     """`Step.train`, which ends with the gradients, and `Step.streamed`, where the optimizer's state
     is on disk. Arguments as of `streamed_update`."""
-    scattered, everywhere = one.layout.scattered, NamedSharding(one.layout.mesh, P())
+    scattered, everywhere = one.layout.scattered, one.layout.everywhere
     # Nothing is donated: the updates read the parameters, and the gradients are new arrays.
     gradients = jit(one.gradients, out_shardings=(scattered, everywhere, everywhere))
     finish = jit(one.finish, out_shardings=everywhere)

@@ -27,7 +27,7 @@ from jaxtrain.planner.search.compare import plan_at_hand
 from jaxtrain.planner.step.saved import LeastSaved, layer_bytes
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.runtime.runtime import Runtime
-from jaxtrain.runtime.saved_bytes import saved_bytes
+from jaxtrain.runtime.saved_bytes import LayerOnMesh, saved_bytes
 from jaxtrain.schedule.placement import Placement
 
 RECIPE = load_recipe(find_recipe("tiny"))
@@ -191,20 +191,20 @@ def test_one_trace_for_several_layouts(case):
     hardware, seed = LAYOUTS[case]
     config = config_of(seed)
     tokens = config.data.sequence_length // config.mesh.context
-    traced = saved_bytes(
+    layer = LayerOnMesh(
         config.model,
         config.precision,
-        "selective",
-        config.pipeline.save,
-        sizes_of(config.mesh),
-        (config.sequences_per_microbatch // config.mesh.expert, tokens),
-        load(hardware).platform,
         dense=False,
+        sequences=config.sequences_per_microbatch // config.mesh.expert,
+        tokens=tokens,
         documents=not config.data.attend_across_documents,
+        mesh_sizes=sizes_of(config.mesh),
+        platform=load(hardware).platform,
         context=config.parallel.context,
         expert_nodes=config.parallel.expert_nodes,
         beside_products=config.parallel.collective_matmul,
     )
+    traced = saved_bytes(layer, "selective", config.pipeline.save)
     assert planned(config, load(hardware)) in traced
 
 
@@ -329,19 +329,18 @@ def test_a_dense_layer_is_traced_once_for_all_sizes_of_expert():
     assert saved_bytes.cache_info().misses == traced
     work, by_expert = works[1], []
     for expert in (1, 4):
-        sizes, microbatch = (1, 1, 1, 1, expert, 1), (work.layout.microbatch, work.model.sequence)
-        of_kind = {"dense": True, "documents": False, "context": "all_gather", "expert_nodes": 1}
-        by_expert.append(
-            saved_bytes(
-                work.model.of_one_layer,
-                work.settings.precision,
-                "selective",
-                (),
-                sizes,
-                microbatch,
-                "gpu",
-                beside_products="off",
-                **of_kind,
-            )
+        layer = LayerOnMesh(
+            work.model.of_one_layer,
+            work.settings.precision,
+            dense=True,
+            sequences=work.layout.microbatch,
+            tokens=work.model.sequence,
+            documents=False,
+            mesh_sizes=(1, 1, 1, 1, expert, 1),
+            platform="gpu",
+            context="all_gather",
+            expert_nodes=1,
+            beside_products="off",
         )
+        by_expert.append(saved_bytes(layer, "selective", ()))
     assert by_expert[0] == by_expert[1]
