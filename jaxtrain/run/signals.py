@@ -60,11 +60,13 @@ class Signals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
         self._before = {
             n: signal.signal(n, _nothing) for n in NUMBERS if signal.getsignal(n) == signal.SIG_DFL
         }
+        # by handlers of the program's own, which are called as ever: a KeyboardInterrupt, say
+        self._handled = {n for n in {*NUMBERS} - {*self._before} if callable(signal.getsignal(n))}
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
         _active.append(self)
         return self
 
@@ -96,15 +98,15 @@ class Signals:
             for n in NUMBERS
             if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
         }
-        if callable(own := before[signal.SIGINT]) and own is not _nothing:
-            self._own_handler = own
+        if signal.SIGINT in self._handled:
+            self._own_handler = before[signal.SIGINT]
             signal.signal(signal.SIGINT, self._give_second)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self._deferring, self._own_handler = False, None
+            self._deferring = False
 
     def _give_second(self, number: int, frame: Any) -> None:
         """The handler of Ctrl-C in a program that has one of its own, which it calls from the
@@ -123,9 +125,7 @@ class Signals:
                 self.asked = True
                 if number == signal.SIGINT and self._notices:
                     streams.write_error(NOTICE)
-            elif number == signal.SIGINT and self._own_handler:
-                continue  # the main thread gives it to the program
-            else:
+            elif number not in self._handled:
                 for each in self._before_end:
                     each()
                 _end(number)

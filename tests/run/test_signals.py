@@ -115,6 +115,13 @@ def test_the_second_ctrl_c_ends_the_process():
 PYTHON_PROGRAM = """
 import os, signal, time
 from jaxtrain.run.signals import Signals
+with Signals(lambda: os.write(1, b"cleaned up")) as signals:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    except KeyboardInterrupt:
+        print("before the loop", flush=True)
+    time.sleep(0.1)
 with Signals(lambda: os.write(1, b"cleaned up")) as signals, signals.deferred():
     try:
         for _ in range(2):
@@ -128,9 +135,9 @@ print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 """
 
 
-def test_the_second_ctrl_c_is_given_to_a_program_with_a_handler_of_its_own():
-    """Python's own handler raises KeyboardInterrupt; the process lives on, as a notebook's has
-    to."""
+def test_ctrl_c_in_a_program_with_a_handler_of_its_own():
+    """Before the loop, and for the second time in it, Python's own handler raises
+    KeyboardInterrupt; the process lives on, as a notebook's has to."""
     process = subprocess.Popen(
         [sys.executable, "-c", PYTHON_PROGRAM],
         stdout=subprocess.PIPE,
@@ -139,7 +146,7 @@ def test_the_second_ctrl_c_is_given_to_a_program_with_a_handler_of_its_own():
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     status, out, _ = end(process)
-    assert (status, out) == (0, "asked\ninterrupted\nTrue\n")
+    assert (status, out) == (0, "before the loop\nasked\ninterrupted\nTrue\n")
 
 
 def test_afterwards_signals_are_as_they_were():

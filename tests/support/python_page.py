@@ -58,7 +58,7 @@ def main() -> None:
         "no recipe": refusal(recipe="tinny"),
         "no setting": refusal(changes={"mesh.modell": 2}),
         "no data": refusal(recipe="mine.py", changes={"data.source": "none.txt"}),
-        "other devices": refusal(recipe="mine.py", cpu_devices=3),
+        "other devices": refusal(recipe="mine.py", cpu_devices=4),
         "still functions": [callable(getattr(jaxtrain, n)) for n in ("train", "generate", "plan")],
     }
     print(json.dumps(report))
