@@ -156,9 +156,9 @@ def _compiled(config: Config, recipe: Config) -> CompiledStep:
     from jaxtrain.config.rules.checks import Environment
     from jaxtrain.data.loader import make_loaders, prepare_corpus
     from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.phases.prepare import prepare
+    from jaxtrain.phases.run_state import make_state
     from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run
-    from jaxtrain.prepare import prepare
-    from jaxtrain.run_state import make_state
     from jaxtrain.training import step as steps
     from jaxtrain.training.compiled_step import start_compiling
 

@@ -1,6 +1,6 @@
 """The training loop. `run` is a run from top to bottom: checkpoint, corpus, mesh, step, batches,
-programs, state, loop, end. `Trainer` is its loop; begin with `Trainer.train`. run_end.py has what
-is logged once all steps are done.
+programs, state, loop, end. `Trainer` is its loop; begin with `Trainer.train`. phases/run_end.py has
+what is logged once all steps are done.
 
 A run leaves these files in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
 tensorboard/, loss.png, goodput.png, profile/; metrics.rolled_back.jsonl if it has gone back;
@@ -28,6 +28,9 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.hf import source_files
 from jaxtrain.hf.importing import PublishedWeights
+from jaxtrain.phases.run_end import draw_losses, log_results, what_next
+from jaxtrain.phases.run_state import make_state, open_weights, state_on_disk
+from jaxtrain.phases.start_lines import beginning, introduction, when_compiled
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.planner.for_training import AfterWarmUp, fitting, plan_at_hand
 from jaxtrain.run import out_of_memory
@@ -42,9 +45,6 @@ from jaxtrain.run.signals import Signals
 from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import Phase, WallClock
 from jaxtrain.run.watchdog import Watchdog
-from jaxtrain.run_end import draw_losses, log_results, what_next
-from jaxtrain.run_state import make_state, open_weights, state_on_disk
-from jaxtrain.start_lines import beginning, introduction, when_compiled
 from jaxtrain.training import stored_op_times
 from jaxtrain.training.compiled_step import Programs, start_compiling
 from jaxtrain.training.evaluation import Evaluation

@@ -26,14 +26,14 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.phases.run_state import state_on_disk
+from jaxtrain.phases.start_lines import introduction, when_compiled
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Phase, WallClock
-from jaxtrain.run_state import state_on_disk
-from jaxtrain.start_lines import introduction, when_compiled
 from jaxtrain.training.compiled_step import start_compiling
 from jaxtrain.training.step import make_step
 from jaxtrain.training.update.optimizer import learning_rate

@@ -121,8 +121,9 @@ def run(config: Config, flags: types.SimpleNamespace, clock: WallClock) -> ExitS
 
             import jax
 
-            from jaxtrain import loop, prepare, replay, start_lines
+            from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
+            from jaxtrain.phases import prepare, start_lines
             from jaxtrain.planner.for_training import dry_run, fitting
         gpus = jax.device_count() if jax.default_backend() == "gpu" else 0
         if gpus > 1 and not flags.dry_run:  # before the first collective

@@ -57,13 +57,13 @@ def imports(name: str, source: str) -> set[str]:
 
 
 def level(name: str) -> int:
-    """The place of a module's room from below; TOP for commands and what they share. KeyError for a
-    room that has no place."""
+    """The place of a module's room from below; TOP for commands and what they share, phases/ among
+    it. KeyError for a room that has no place."""
     parts = name.split(".")[1:]
     is_room = len(parts) > 1 or (
         bool(parts) and MODULES.get(name, pathlib.Path()).name == "__init__.py"
     )
-    if not is_room or parts[-1] in COMMANDS:
+    if not is_room or parts[-1] in COMMANDS or parts[0] == "phases":
         return TOP
     folder = MODULES.get(name, ROOT / "jaxtrain" / "/".join(parts)).parent
     room = str(folder.relative_to(ROOT / "jaxtrain"))

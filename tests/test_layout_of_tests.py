@@ -38,7 +38,7 @@ GROUPED = {
     "planner/step/layer_time.py": "planner/step/test_step_time.py",
     "planner/layer/settings.py": "planner/step/test_step_model.py",
     "planner/step/time_breakdown.py": "planner/step/test_step_time.py",
-    "pipeline/prepared_run.py": "test_prepare.py",
+    "pipeline/prepared_run.py": "phases/test_prepare.py",
     "planner/for_training.py": "test_imports.py",
     "planner/step/outside_layers.py": "planner/step/test_step_time.py",
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
@@ -62,8 +62,8 @@ GROUPED = {
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/attention/ring.py": "parallel/test_context.py",
     "parallel/attention/splash_fused.py": "parallel/test_splash.py",
-    "run_end.py": "test_train.py",
-    "run_state.py": "test_init_from.py",
+    "phases/run_end.py": "test_train.py",
+    "phases/run_state.py": "test_init_from.py",
     "pipeline/op_times.py": "pipeline/test_setup.py",
     "pipeline/schedule_file.py": "pipeline/test_setup.py",
     "plan.py": "planner/command/test_command.py",
@@ -73,7 +73,7 @@ GROUPED = {
     "runtime/updates.py": "training/test_several_steps.py",
     "runtime/embedding_and_head.py": "runtime/test_predictions.py",
     "runtime/runtime.py": "runtime/test_program.py",
-    "runtime/saved_bytes.py": "planner/step/test_saved.py",
+    "runtime/layers/saved_bytes.py": "planner/step/test_saved.py",
     "runtime/tick_ops.py": "runtime/test_tick.py",
     "schedule/__main__.py": "test_show_schedule.py",
     "schedule_flags.py": "test_show_schedule.py",
@@ -95,7 +95,7 @@ GROUPED = {
     "training/compiled_step.py": "training/test_streamed_update.py",
     "training/one_step.py": "training/test_variants.py",
     "training/step.py": "training/test_variants.py",
-    "runtime/equations.py": "runtime/test_backward_split.py",
+    "runtime/layers/equations.py": "runtime/test_backward_split.py",
 }
 OTHER_FOLDERS = {"benchmarks", "by_hand", "chaos", "extending", "golden", "launch", "support"}
 MODULES = {

@@ -34,7 +34,7 @@ class Option:
 GATHERS = "gathers"
 # so they do, and `model` splits no layer
 GATHERS_WHOLE = "gathers of whole layers"
-# messages go beside another op's products (runtime/interleave.py)
+# messages go beside another op's products (runtime/layers/interleave.py)
 SIDE_BY_SIDE = "side by side"
 # products are of FP8
 FP8 = "fp8"

@@ -154,7 +154,7 @@ def over_model(fn: Callable, in_specs, out_specs) -> Callable:
     alone a collective over another axis would gather the array over `model` before, whatever its
     constraints. Where the partitioner does not handle `model`, the result is fn itself: in the
     manual region as a call, so that it stays one equation when a layer is cut into ops
-    (runtime/backward_split.py)."""
+    (runtime/layers/backward_split.py)."""
     if partitioned():
         return jax.shard_map(
             fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False

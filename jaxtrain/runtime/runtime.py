@@ -38,9 +38,9 @@ from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.fp8 import Fp8
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead, positions_and_segments
-from jaxtrain.runtime.layer_loops import LayerCollectives
-from jaxtrain.runtime.layer_stack import LayerStack
-from jaxtrain.runtime.saved_bytes import RuntimeLayer, examples, in_manual_region
+from jaxtrain.runtime.layers.layer_loops import LayerCollectives
+from jaxtrain.runtime.layers.layer_stack import LayerStack
+from jaxtrain.runtime.layers.saved_bytes import RuntimeLayer, examples, in_manual_region
 from jaxtrain.runtime.state_plan import ParameterPlan, SlotBytes, UnitPlan
 from jaxtrain.runtime.tick import Accumulate, Tick
 from jaxtrain.runtime.tick_state import Constants, ModelTree, TickState, stage_added

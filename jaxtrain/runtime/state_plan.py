@@ -37,9 +37,15 @@ from jaxtrain.parallel.zero import (
     shard_shape,
     unsharded_shape,
 )
-from jaxtrain.runtime.backward_split import LayerSplit, RecomputedLayer
-from jaxtrain.runtime.layer_loops import LayerRange
-from jaxtrain.runtime.saved_bytes import RuntimeLayer, as_used, bytes_of, host_rule, keep_rule
+from jaxtrain.runtime.layers.backward_split import LayerSplit, RecomputedLayer
+from jaxtrain.runtime.layers.layer_loops import LayerRange
+from jaxtrain.runtime.layers.saved_bytes import (
+    RuntimeLayer,
+    as_used,
+    bytes_of,
+    host_rule,
+    keep_rule,
+)
 from jaxtrain.runtime.tick_state import ModelTree, Pools, TickState, Tree, stage_dropped
 from jaxtrain.schedule.columns import ARRIVED, TickTable
 from jaxtrain.schedule.slots import SAVED, SlottedTable

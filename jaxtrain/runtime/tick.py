@@ -34,7 +34,7 @@ from jax import lax
 
 from jaxtrain.devices.mesh import STAGE, on_tpu
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, positions_and_segments
-from jaxtrain.runtime.layer_stack import LayerStack
+from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.tick_ops import TickOp, tick_ops
 from jaxtrain.runtime.tick_state import Constants, Pools, TickState, merged, only
 from jaxtrain.runtime.updates import Updates

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.host_memory import read_at, write_at
-from jaxtrain.runtime import overlapped
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, positions_and_segments
-from jaxtrain.runtime.layer_stack import LayerStack
+from jaxtrain.runtime.layers import overlapped
+from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged
 from jaxtrain.runtime.updates import Updates
 from jaxtrain.schedule.columns import (

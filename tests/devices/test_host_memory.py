@@ -20,7 +20,7 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.config import ConfigError
 from jaxtrain.devices import host_memory
-from jaxtrain.start_lines import introduction
+from jaxtrain.phases.start_lines import introduction
 from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import make_step
 

@@ -10,7 +10,7 @@ from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_model import step_model_of
-from jaxtrain.runtime.backward_split import keep_dots, keep_products
+from jaxtrain.runtime.layers.backward_split import keep_dots, keep_products
 
 changes = {"mesh.data": 1, "mesh.stage": 2, "pipeline.remat": "dots"}
 config = configs.replace(configs.Config(), changes).resolve()

@@ -18,7 +18,7 @@ from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
 from jaxtrain.models.moe import MoE, Router, with_counts, with_loss
 from jaxtrain.models.spec import binder, specs
 from jaxtrain.parallel.experts import filled_rows
-from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_products
+from jaxtrain.runtime.layers.backward_split import LayerOp, LayerSplit, keep_products
 
 B, T, D, ROWS = 3, 8, 6, 12
 BASE = ModelConfig(

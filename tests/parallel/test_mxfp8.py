@@ -17,7 +17,7 @@ from jaxtrain.models import layers, transformer
 from jaxtrain.parallel import fp8, mxfp8
 from jaxtrain.parallel.fp8 import FORMATS, Fp8
 from jaxtrain.parallel.mxfp8 import LAST, TOKENS
-from jaxtrain.runtime.backward_split import LayerSplit, keep_everything, keep_products
+from jaxtrain.runtime.layers.backward_split import LayerSplit, keep_everything, keep_products
 
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 BATCH, LENGTH, IN, OUT = 2, 64, 96, 160

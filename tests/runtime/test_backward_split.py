@@ -18,13 +18,13 @@ from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.models import grouped_query as models_attention
 from jaxtrain.models import rotary, transformer
 from jaxtrain.parallel.attention import blockwise, causal
-from jaxtrain.runtime.backward_split import (
+from jaxtrain.runtime.layers.backward_split import (
     LayerOp,
     LayerSplit,
     keep_everything,
     keep_products,
 )
-from jaxtrain.runtime.equations import inside
+from jaxtrain.runtime.layers.equations import inside
 
 BATCH, LENGTH, WIDTH = 2, 12, 32
 

@@ -3,9 +3,15 @@
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.runtime.backward_split import keep_everything, keep_products
-from jaxtrain.runtime.crossing import Fate, FlatLayer, plan_crossing, saved_values, weight_fates
-from jaxtrain.runtime.equations import CHEAP
+from jaxtrain.runtime.layers.backward_split import keep_everything, keep_products
+from jaxtrain.runtime.layers.crossing import (
+    Fate,
+    FlatLayer,
+    plan_crossing,
+    saved_values,
+    weight_fates,
+)
+from jaxtrain.runtime.layers.equations import CHEAP
 
 SHAPE = (4, 8)
 

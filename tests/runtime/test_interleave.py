@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import EXPERT, make_mesh
-from jaxtrain.runtime import interleave
-from jaxtrain.runtime.backward_split import LayerOp, LayerSplit
+from jaxtrain.runtime.layers import interleave
+from jaxtrain.runtime.layers.backward_split import LayerOp, LayerSplit
 
 ROWS, WIDTH = 6, 16
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from jaxtrain.runtime import layer_loops
-from jaxtrain.runtime.layer_loops import plan_loops, run_loops, run_loops_gathering
+from jaxtrain.runtime.layers import layer_loops
+from jaxtrain.runtime.layers.layer_loops import plan_loops, run_loops, run_loops_gathering
 
 # range → its first layer, its last one + 1; plans ask nothing of a range
 BOUNDS = {

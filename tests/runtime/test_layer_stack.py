@@ -8,9 +8,9 @@ import pytest
 from support import small
 from support.small import normal
 
-from jaxtrain.runtime.backward_split import LayerSplit, RecomputedLayer
-from jaxtrain.runtime.layer_loops import LayerRange
-from jaxtrain.runtime.layer_stack import LayerStack
+from jaxtrain.runtime.layers.backward_split import LayerSplit, RecomputedLayer
+from jaxtrain.runtime.layers.layer_loops import LayerRange
+from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.state_plan import empty, pool_arrays
 from jaxtrain.runtime.tick_state import Pools
 from jaxtrain.schedule.placement import Placement

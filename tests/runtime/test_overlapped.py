@@ -3,7 +3,7 @@ results are compared in tests/training/test_overlap.py."""
 
 import pytest
 
-from jaxtrain.runtime.overlapped import plan_pairs
+from jaxtrain.runtime.layers.overlapped import plan_pairs
 
 UNITS = {  # the bounds of F's ranges, and of B's
     "equal": ({"f": (0, 3)}, {"b": (0, 3)}),

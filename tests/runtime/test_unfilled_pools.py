@@ -16,7 +16,7 @@ from jaxtrain.config import kernels, sizes
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import partitioned
 from jaxtrain.parallel.experts import filled_rows, products, transport
-from jaxtrain.runtime import layer_loops
+from jaxtrain.runtime.layers import layer_loops
 from jaxtrain.training.step import make_step
 
 SEVEN = {"model.layers": 7}

@@ -18,5 +18,6 @@ if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
 # (test_imports.py).
 ROOMS = (
     "schedule config run devices data parallel models runtime planner/layer planner/step "
-    "pipeline training generation checkpoint hf planner/search planner/programs planner/command"
+    "pipeline training generation checkpoint hf planner/search planner/programs planner/command "
+    "phases"
 ).split()

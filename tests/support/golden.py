@@ -9,10 +9,11 @@ import json
 import pathlib
 from unittest import mock
 
-from jaxtrain import cli, loop, prepare
+from jaxtrain import cli, loop
 from jaxtrain import train_command as train
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import on_mesh
+from jaxtrain.phases import prepare
 from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import WallClock

@@ -20,7 +20,7 @@ from jaxtrain.run import streams
 # Moment → (module, name) of a function that is called then.
 MOMENTS = {
     "imports": ("jaxtrain.devices.startup", "start_jax"),
-    "table": ("jaxtrain.prepare", "make_setup"),
+    "table": ("jaxtrain.phases.prepare", "make_setup"),
     "data": ("jaxtrain.data.tokens", "_tokenize"),
     "tracing": ("jaxtrain.loop", "make_step"),
     "compiling": ("jaxtrain.devices.cluster", "compile_everywhere"),
@@ -30,7 +30,7 @@ MOMENTS = {
     "finishing a save": ("jaxtrain.checkpoint.saving", "SaveThread._finish"),
     "evaluating": ("jaxtrain.training.evaluation", "Evaluation.loss"),
     "ending": ("jaxtrain.loop", "AfterWarmUp.finish"),
-    "sampling": ("jaxtrain.run_end", "sample_text"),
+    "sampling": ("jaxtrain.phases.run_end", "sample_text"),
 }
 LASTS_S = 0.5
 

@@ -13,7 +13,7 @@ from support.plain_loop import STEPS, assert_same, gradients, reference, train
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
-from jaxtrain.runtime import layer_loops
+from jaxtrain.runtime.layers import layer_loops
 
 AXES = ("replica", "data", "stage", "context", "expert", "model")
 KINDS = {

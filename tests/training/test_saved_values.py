@@ -17,14 +17,14 @@ from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.config.saved_values import LAYER_INPUT, PRODUCTS, SAVED_VALUES, saved_values
 from jaxtrain.models import transformer
-from jaxtrain.runtime.backward_split import (
+from jaxtrain.runtime.layers.backward_split import (
     LayerOp,
     LayerSplit,
     keep_everything,
     keep_named,
     keep_products,
 )
-from jaxtrain.runtime.equations import NAME, has
+from jaxtrain.runtime.layers.equations import NAME, has
 
 
 def save(*names: str, remat: str = "selective", **changes) -> dict:

@@ -5,8 +5,8 @@ queries and a block of keys in which some query sees some key. The forward (algo
 one block of scores at a time and carries the softmax's largest score and sum along. The backward
 (algorithm 2, with its formulas in parallel/attention/flash.py) computes the scores once more, and
 sums the gradients. Statistics and sums are float32, matmuls have the arrays' type. The loop is a
-`while`, not a scan, so that runtime/backward_split.py does not cut it: it is one equation in the
-forward and one in the backward. Begin with `output_and_lse`; `gradients` has the same form, and
+`while`, not a scan, so that runtime/layers/backward_split.py does not cut it: it is one equation in
+the forward and one in the backward. Begin with `output_and_lse`; `gradients` has the same form, and
 `_BlockPairs` the shapes of both.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension

@@ -34,8 +34,8 @@ def _in_turn(
     functions: Sequence[Callable], x: jax.Array, routing: Routing, spec: DispatchSpec
 ) -> jax.Array:
     """The functions of each part of x [M, …], each as a call of its own."""
-    # A call each, since runtime/interleave.py overlaps a message with another op's products: work
-    # that shared the message's call would be waited for with it.
+    # A call each, since runtime/layers/interleave.py overlaps a message with another op's products:
+    # work that shared the message's call would be waited for with it.
     for function in functions:
         on_part = lambda routing, x, function=function: function(x[0], routing, spec)[None]
         x = over_model(on_part, (REPLICATED, PART), PART)(routing, x)
@@ -44,7 +44,7 @@ def _in_turn(
 
 def dispatched(x_MBTD: jax.Array, routing: Routing | TwoSteps, spec: DispatchSpec) -> jax.Array:
     """Tokens → the rows of this device's experts, [M, R, D], or [M, E, R, D] by capacity. Each of
-    two steps is a message of its own (runtime/interleave.py)."""
+    two steps is a message of its own (runtime/layers/interleave.py)."""
     if isinstance(routing, TwoSteps):
         at_gateways = dispatched(x_MBTD, routing.across_nodes, spec.across_nodes)
         return dispatched(at_gateways, routing.inside_node, spec.inside_node)

@@ -21,7 +21,8 @@ from jax import lax
 from jaxtrain.config.sizes import exceeds_mean
 
 BLOCKS = 8  # in the mean number of rows
-# Names of calls that are such work (runtime/equations.py): elementwise work, and another order.
+# Names of calls that are such work (runtime/layers/equations.py): elementwise work, and another
+# order.
 FILLED_ROWS, ROWS_IN_ORDER = "filled_rows", "rows_in_order"
 
 

@@ -16,7 +16,7 @@ of no group are zeros; without `fills_empty` they may hold anything. None of the
 reads such rows, and none is differentiated: products.product, which calls them, has its own
 gradient. `add_rows_gradient` adds the rows' gradient to another one in place.
 The outer loop is a `while`, so that it is one equation when a layer is cut into ops
-(runtime/backward_split.py).
+(runtime/layers/backward_split.py).
 
 Shape suffixes: R rows, E groups, I input columns, O output columns, X rows of a block.
 """

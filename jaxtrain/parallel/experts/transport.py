@@ -180,7 +180,7 @@ def token_sums(rows: jax.Array, routing: Routing, spec: DispatchSpec) -> jax.Arr
 
 
 # Each is a call of its own where products overlap with the message, so that no other work is in the
-# time of a message (runtime/interleave.py).
+# time of a message (runtime/layers/interleave.py).
 DISPATCH = (sent_rows, to_experts, by_expert)
 COMBINE = (by_device, from_experts, token_sums)
 

@@ -32,7 +32,7 @@ from jaxtrain.planner.layer.layer import (
     ParameterShape,
     Product,
 )
-from jaxtrain.runtime.equations import (
+from jaxtrain.runtime.layers.equations import (
     KERNELS,
     NAME,
     PRODUCTS,

@@ -381,7 +381,7 @@ class MeanLayer(StepPart):
     def _pairs(self) -> tuple[float, float]:
         """The fraction of R's messages to experts that XLA covers, and the seconds of work beside
         those of one layer, where R recomputes layers by twos: each from its own input, and in one
-        op (runtime/layer_stack.py)."""
+        op (runtime/layers/layer_stack.py)."""
         layers = max(self.layout.units(self.model.layers))
         by_twos = self.layout.saves_inputs and not self.collectives.gathers_in_ops
         if not (self.model.experts and by_twos and layers > 1):

@@ -1,5 +1,6 @@
 """What a layer of our own runtime saves of a microbatch: the runtime's own cut of the layer, traced
-for devices that need not be there (runtime/saved_bytes.py). jax is imported for the first trace."""
+for devices that need not be there (runtime/layers/saved_bytes.py). jax is imported for the first
+trace."""
 
 import dataclasses
 
@@ -23,7 +24,7 @@ class SavedBytes(StepPart):
     @once
     def of_layer(self, dense: bool, remat: str) -> LayerBytes:
         """The bytes of one layer, as in `layer_bytes`."""
-        from jaxtrain.runtime.saved_bytes import LayerOnMesh, saved_bytes
+        from jaxtrain.runtime.layers.saved_bytes import LayerOnMesh, saved_bytes
 
         model, layout, settings = self.model, self.layout, self.settings
         platform, sequences = self.hardware.platform, layout.microbatch

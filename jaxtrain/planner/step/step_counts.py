@@ -102,7 +102,7 @@ class StepCounts:
             # outside where a stage runs the unit without a layer.
             single = stack == 1 or remat.recomputed(stack) == 1
             outside = (single or c.gathers_in_ops) and all(placement.counts(unit))
-            # The ranges of a unit's layers (runtime/layer_loops.py: LayerRange).
+            # The ranges of a unit's layers (runtime/layers/layer_loops.py: LayerRange).
             lower = remat.recomputed(layers)
             for mode, count, lowest in (
                 (remat.mode, lower, True),

@@ -1,5 +1,6 @@
 """A layer as the planner reads it (model.py, layer_trace.py) beside sums by hand, and beside the
-operations of its ops (runtime/backward_split.py), of random models and of layers with new parts."""
+operations of its ops (runtime/layers/backward_split.py), of random models and of layers with new
+parts."""
 
 import dataclasses
 import math
@@ -22,8 +23,8 @@ from jaxtrain.planner.layer import layer_trace
 from jaxtrain.planner.layer.layer import BATCH, INPUTS, OUTPUTS, Layer
 from jaxtrain.planner.layer.layer_collectives import joints
 from jaxtrain.planner.layer.model import Model, model_of
-from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_named, keep_products
-from jaxtrain.runtime.equations import in_attention
+from jaxtrain.runtime.layers.backward_split import LayerOp, LayerSplit, keep_named, keep_products
+from jaxtrain.runtime.layers.equations import in_attention
 
 TOKENS = 16
 SMALL = llama(2, 40, 4, 2, 12, 56, 257, 64)

@@ -26,8 +26,8 @@ from jaxtrain.planner.layer.hardware import Hardware, load
 from jaxtrain.planner.search.compare import plan_at_hand
 from jaxtrain.planner.step.saved import LeastSaved, layer_bytes
 from jaxtrain.planner.step.step_model import step_model_of
+from jaxtrain.runtime.layers.saved_bytes import LayerOnMesh, saved_bytes
 from jaxtrain.runtime.runtime import Runtime
-from jaxtrain.runtime.saved_bytes import LayerOnMesh, saved_bytes
 from jaxtrain.schedule.placement import Placement
 
 RECIPE = load_recipe(find_recipe("tiny"))

@@ -7,11 +7,12 @@ import jax
 import pytest
 from support import small
 
-from jaxtrain import loop, prepare, replay
+from jaxtrain import loop, replay
 from jaxtrain import train_command as train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster
+from jaxtrain.phases import prepare
 from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup

@@ -3,7 +3,7 @@ host's memory, tests/planner/programs/test_report.py those of a dry run."""
 
 from support import small
 
-from jaxtrain.start_lines import introduction
+from jaxtrain.phases.start_lines import introduction
 from jaxtrain.training.step import make_step
 
 

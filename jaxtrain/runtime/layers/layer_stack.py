@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from jaxtrain.devices import host_memory
 from jaxtrain.parallel.attention.heads import as_written
-from jaxtrain.runtime.backward_split import LayerOp, Residuals
-from jaxtrain.runtime.interleave import TracedOp, side_by_side
-from jaxtrain.runtime.layer_loops import (
+from jaxtrain.runtime.layers.backward_split import LayerOp, Residuals
+from jaxtrain.runtime.layers.interleave import TracedOp, side_by_side
+from jaxtrain.runtime.layers.layer_loops import (
     LayerBody,
     LayerCollectives,
     LayerRange,

@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxtrain.runtime.equations import (
+from jaxtrain.runtime.layers.equations import (
     CHEAP,
     ELEMENTWISE,
     GATHERS,

@@ -22,10 +22,17 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxtrain.runtime.backward_split import LayerOp, Residuals
-from jaxtrain.runtime.interleave import TracedOp, side_by_side
-from jaxtrain.runtime.layer_loops import LayerRange, Number, RangeBounds, larger, run_trips, smaller
-from jaxtrain.runtime.layer_stack import LayerSlots, LayerStack, pools_of
+from jaxtrain.runtime.layers.backward_split import LayerOp, Residuals
+from jaxtrain.runtime.layers.interleave import TracedOp, side_by_side
+from jaxtrain.runtime.layers.layer_loops import (
+    LayerRange,
+    Number,
+    RangeBounds,
+    larger,
+    run_trips,
+    smaller,
+)
+from jaxtrain.runtime.layers.layer_stack import LayerSlots, LayerStack, pools_of
 from jaxtrain.runtime.tick_state import Pools, merged
 from jaxtrain.schedule.slots import TickSlots
 

@@ -26,7 +26,7 @@ from jaxtrain.parallel.attention.heads import row_major
 from jaxtrain.parallel.fp8 import Fp8, Quantized, fp8_of, quantized_weights
 from jaxtrain.parallel.mxfp8 import blocked_weights
 from jaxtrain.parallel.tensor import TOKENS
-from jaxtrain.runtime.backward_split import (
+from jaxtrain.runtime.layers.backward_split import (
     ACTIVATIONS,
     LayerSplit,
     keep_everything,
@@ -34,7 +34,7 @@ from jaxtrain.runtime.backward_split import (
     keep_products,
     makes_named,
 )
-from jaxtrain.runtime.equations import HostRule, KeepRule
+from jaxtrain.runtime.layers.equations import HostRule, KeepRule
 
 
 @dataclasses.dataclass(frozen=True)

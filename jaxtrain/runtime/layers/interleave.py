@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.devices.mesh import MODEL, on_tpu
-from jaxtrain.runtime.equations import (
+from jaxtrain.runtime.layers.equations import (
     BLOCK_PRODUCTS,
     KERNELS,
     MESSAGES,

@@ -32,8 +32,8 @@ from jaxtrain.config.saved_values import ATTENTION
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention.heads import KEPT_BY_HEADS, KEPT_BY_TOKENS
 from jaxtrain.parallel.fp8 import is_quantized
-from jaxtrain.runtime.crossing import FlatLayer, is_gathered, plan_crossing
-from jaxtrain.runtime.equations import (
+from jaxtrain.runtime.layers.crossing import FlatLayer, is_gathered, plan_crossing
+from jaxtrain.runtime.layers.equations import (
     BLOCK_PRODUCTS,
     CHEAP,
     KERNELS,
@@ -51,7 +51,7 @@ from jaxtrain.runtime.equations import (
     is_part,
     variables,
 )
-from jaxtrain.runtime.interleave import TracedOp, sends
+from jaxtrain.runtime.layers.interleave import TracedOp, sends
 
 # functions of one number in an activation: silu's and gelu's
 ACTIVATIONS = frozenset({"logistic", "tanh"})
