@@ -85,8 +85,8 @@ class LayerCollectives:
     def reduce_late(self) -> bool:
         """True where a layer's gradients are reduced one trip late, so that the collective overlaps
         with the products of the next layer."""
-        # XLA's GPU compiler moves no collective into a loop's next trip by itself: a reduction would
-        # stand alone behind its layer's last product. TPUs do not need it.
+        # XLA's GPU compiler moves no collective into a loop's next trip by itself: a reduction
+        # would stand alone behind its layer's last product. TPUs do not need it.
         return on_nvidia_gpu()
 
     def parameters(self, stack, i: Number, reads: Callable[[], Any]) -> Any:
@@ -234,6 +234,7 @@ def run_loops_gathering(
 
         def step(i, state, layers=loop.layers, is_last=is_last):
             parameters, carry = state
+            # Before the body, which does not depend on it: so XLA may start the gather first.
             following = None if is_last else gathered(i + way)
             return following, body(layers, i, parameters, carry)
 
