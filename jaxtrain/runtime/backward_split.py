@@ -14,6 +14,9 @@ and products of other residuals. A `KeepRule` decides about the other values; th
 keep are recomputed. The weight stash is saved by B for W: the gradients that W multiplies with, and
 values that B has recomputed.
 
+Begin with `LayerSplit._cut`; crossing.py decides what crosses. Before the class are the rules of
+`remat`, which say what may cross.
+
 Calls are inlined and inner scans unrolled; an inner `while` or kernel stays one equation
 (parallel/attention/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the
 backward.

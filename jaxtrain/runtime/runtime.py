@@ -49,7 +49,7 @@ from jaxtrain.parallel.zero import (
 )
 from jaxtrain.runtime.backward_split import LayerSplit, RecomputedLayer
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
-from jaxtrain.runtime.layer_loops import LayerCollectives, LayerRange
+from jaxtrain.runtime.layer_loops import LayerRange, UnitCollectives
 from jaxtrain.runtime.layer_stack import LayerStack, empty_pool
 from jaxtrain.runtime.saved_bytes import (
     RuntimeLayer,
@@ -485,7 +485,7 @@ class Runtime:
             self.placement,
             unit,
             lax.axis_index(STAGE),
-            LayerCollectives(self.zero, self._reductions.layers[str(unit)]),
+            UnitCollectives(self.zero, self._reductions.layers[str(unit)]),
             self._extra_of_layer if self.parts.cfg.nope_layers else None,
         )
         tick: Callable[[TickState, TickColumns], TickState]
