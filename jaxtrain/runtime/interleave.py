@@ -1,9 +1,9 @@
 """Two ops of layers that do not wait for each other, so that messages of each go beside products of
 the other (DualPipe's cell, DeepSeek-V3 2024, section 3.2.1).
 
-Begin with `plan_pieces`: from the equations of both ops it makes a list of `OverlappedPiece`s, without a
-value. `side_by_side` evaluates the list. An op's equations are cut at its messages, the all-to-alls
-of experts and of attention, and each column below is a piece:
+Begin with `plan_pieces`: from the equations of both ops it makes a list of `OverlappedPiece`s,
+without a value. `side_by_side` evaluates the list. An op's equations are cut at its messages, the
+all-to-alls of experts and of attention, and each column below is a piece:
 
     first    part 0 │ messages 0 │ part 1     │ messages 1 │ part 2
     second          │ part 0     │ messages 0 │ part 1     │ messages 1 │ part 2
