@@ -21,10 +21,6 @@ from etils import epath
 from jaxtrain import cli
 from jaxtrain.checkpoint import reading, retention, steps, stores, subject
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
-from jaxtrain.checkpoint.reading import in_units
-from jaxtrain.checkpoint.retention import Retention
-from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, UnrecognizedEntry, choose
-from jaxtrain.checkpoint.stores import read_within, scheme_of, size_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import ConfigError, StoredConfig, fields, flag_text, get
 from jaxtrain.config.errors import UsageError
@@ -154,7 +150,7 @@ def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         table.append(
             (
                 folder.name,
-                in_units(size_of(folder)),
+                reading.in_units(stores.size_of(folder)),
                 _saved_at(folder),
                 "" if loss is None else f"{loss:.4f}",
                 steps.fault(folder) or "complete",
@@ -165,8 +161,8 @@ def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     else:
         _print_table(table)
     for path in of.others():
-        remark = "" if BROKEN in path.name else "  not finished"
-        print(f"{path.name}  {in_units(size_of(path))}{remark}")
+        remark = "" if steps.BROKEN in path.name else "  not finished"
+        print(f"{path.name}  {reading.in_units(stores.size_of(path))}{remark}")
     return ExitStatus.FINISHED
 
 
@@ -174,8 +170,8 @@ def _saved_at(folder: epath.Path) -> str:
     """The local time of a step's save; "" if it is not known. A store's folders have no times, but
     each step in one has Orbax's file."""
     try:
-        if scheme_of(folder):
-            metadata = parse_json(read_within(folder, "_CHECKPOINT_METADATA"))
+        if stores.scheme_of(folder):
+            metadata = parse_json(stores.read_within(folder, "_CHECKPOINT_METADATA"))
             seconds = metadata["commit_timestamp_nsecs"] / 1e9
         else:
             seconds = os.lstat(folder).st_mtime
@@ -197,13 +193,15 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         folders = [folder for folder in of.folders() if folder.name not in seen]
         seen |= {folder.name for folder in folders}
         for folder in folders[:: -1 if newest_first else 1]:
-            size = size_of(folder)
+            size = stores.size_of(folder)
             damage = _verify(folder)
             if damage is None:
                 print(f"{folder.name}: was deleted while it was read", flush=True)
                 continue
             verified[folder.name] = size
-            result = f"{len(damage)} damaged" if damage else f"complete, {in_units(size)} read"
+            result = (
+                f"{len(damage)} damaged" if damage else f"complete, {reading.in_units(size)} read"
+            )
             lines = [*(f"{folder}: {why}" for why in damage), f"{folder.name}: {result}"]
             print("\n".join(lines), flush=True)
             if damage:
@@ -219,7 +217,7 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         )
     result = f"{', '.join(damaged)} damaged" if damaged else "all complete"
     count = f"{len(verified)} step{'s'[: len(verified) > 1]}"
-    print(f"verified {count}, {in_units(sum(verified.values()))}: {result}", flush=True)
+    print(f"verified {count}, {reading.in_units(sum(verified.values()))}: {result}", flush=True)
     return ExitStatus.STORAGE if damaged else ExitStatus.FINISHED
 
 
@@ -228,7 +226,9 @@ def _verify(folder: epath.Path) -> list[str] | None:
     line = streams.TerminalLine(sys.stderr)
     damage = reading.verify(
         folder,
-        lambda done, total: line.draw(f"{folder.name}: {in_units(done)} of {in_units(total)}"),
+        lambda done, total: line.draw(
+            f"{folder.name}: {reading.in_units(done)} of {reading.in_units(total)}"
+        ),
     )
     line.clear()
     return damage
@@ -246,10 +246,10 @@ def _step_of(of: Subject, step: int = -1) -> epath.Path:
             _no_such_step(f"{of.step}, which is a step", present, step)
         return of.step
     if step < 0:
-        choice = choose(of.directory, steps.TO_TRAIN)
+        choice = steps.choose(of.directory, steps.TO_TRAIN)
         if choice.step is None:
             rest = f": {choice}" if choice.unrecognized else ""
-            raise CheckpointError(f"{of.directory} has no complete checkpoint{rest}")
+            raise steps.CheckpointError(f"{of.directory} has no complete checkpoint{rest}")
         return of.directory / str(choice.step)
     present = steps.step_numbers(of.directory)
     if step not in present:
@@ -268,7 +268,7 @@ class Opened:
     """A step that is shown or compared: its folder, meta, config, and arrays by name."""
 
     folder: epath.Path
-    meta: Meta
+    meta: steps.Meta
     config: StoredConfig
     arrays: Mapping[str, ts.TensorStore]
 
@@ -276,15 +276,15 @@ class Opened:
 def _open(folder: epath.Path) -> Opened:
     """Raises CheckpointError for a step that cannot be read."""
     meta = steps.look_at(folder)
-    if isinstance(meta, UnrecognizedEntry):
-        raise CheckpointError(f"{folder} is no complete checkpoint: {meta.why}")
+    if isinstance(meta, steps.UnrecognizedEntry):
+        raise steps.CheckpointError(f"{folder} is no complete checkpoint: {meta.why}")
     try:
         arrays = reading.open_arrays(folder, read_database(folder / STATE))
         return Opened(folder, meta, meta.stored_config(), arrays)
     except ConfigError as error:
-        raise CheckpointError(f"{folder}: its config cannot be read: {error}") from None
+        raise steps.CheckpointError(f"{folder}: its config cannot be read: {error}") from None
     except DatabaseError as error:
-        raise CheckpointError(f"{folder}: its state {error}") from None
+        raise steps.CheckpointError(f"{folder}: its state {error}") from None
 
 
 def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
@@ -298,11 +298,12 @@ def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     statistics = ("least", "greatest", "norm", "not finite") if flags.statistics else ()
     table: list[tuple[str, ...]] = [("array", "shape", "type", "size", *statistics)]
     for name, array in step.arrays.items():
-        size = in_units(reading.nbytes(array))
+        size = reading.in_units(reading.nbytes(array))
         cells = (name, str(list(array.shape)), array.dtype.name, size)
         table.append((*cells, *_statistics(array)) if flags.statistics else cells)
     _print_table(table)
-    print(f"{len(step.arrays)} arrays, {in_units(sum(map(reading.nbytes, step.arrays.values())))}")
+    total = sum(map(reading.nbytes, step.arrays.values()))
+    print(f"{len(step.arrays)} arrays, {reading.in_units(total)}")
     return ExitStatus.FINISHED
 
 
@@ -333,7 +334,7 @@ def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         try:
             difference = reading.difference(a.arrays[name], b.arrays[name])
         except DatabaseError as error:
-            raise CheckpointError(f"{name} {error} in {a.folder} or {b.folder}") from None
+            raise steps.CheckpointError(f"{name} {error} in {a.folder} or {b.folder}") from None
         if difference.count:
             differences[name] = difference
         else:
@@ -400,13 +401,15 @@ def _to_delete(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, st
         for each in filter(faults.get, faults):
             _remark(f"note: {each} is left: {faults[each]}")
         complete = {int(each.name): each for each, why in faults.items() if not why}
-        policy = Retention(flags.keep, flags.keep_every, flags.keep_best)
+        policy = retention.Retention(flags.keep, flags.keep_every, flags.keep_best)
         retained = policy.retained(complete, retention.read_losses(of.directory, _remark))
         reasons |= {each: "not kept" for step, each in complete.items() if step not in retained}
     if flags.broken:
-        reasons |= {path: "set aside as broken" for path in of.others() if BROKEN in path.name}
+        reasons |= {
+            path: "set aside as broken" for path in of.others() if steps.BROKEN in path.name
+        }
     if flags.unfinished:
-        reasons |= {path: "not finished" for path in of.others() if BROKEN not in path.name}
+        reasons |= {path: "not finished" for path in of.others() if steps.BROKEN not in path.name}
     return reasons
 
 
@@ -417,20 +420,25 @@ def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         with contextlib.ExitStack() as locked:
             # What to delete is decided under the lock: a run would save and delete meanwhile. A
             # store has no locks.
-            if flags.yes and not scheme_of(run):
+            if flags.yes and not stores.scheme_of(run):
                 lock = RunLock(run)
                 lock.take()
                 locked.callback(lock.release)
             reasons = _to_delete(of, flags)
-            total = in_units(sum(map(size_of, reasons)))
+            total = reading.in_units(sum(map(stores.size_of, reasons)))
             for folder, why in reasons.items():
                 doing = "deleting" if flags.yes else "would delete"
-                print(f"{doing} {folder} ({why}, {in_units(size_of(folder))})", flush=True)
+                print(
+                    f"{doing} {folder} ({why}, {reading.in_units(stores.size_of(folder))})",
+                    flush=True,
+                )
             if flags.yes:
                 retention.delete(reasons)
                 retention.note_losses(of.directory, steps.step_numbers(of.directory))
     except OSError as error:
-        raise CheckpointError(f"{of.directory}: not all is deleted ({error.strerror})") from None
+        raise steps.CheckpointError(
+            f"{of.directory}: not all is deleted ({error.strerror})"
+        ) from None
     done = "deleted" if flags.yes else "would be deleted: --yes deletes them"
     print(f"{len(reasons)} folders, {total} {done}" if reasons else "nothing to delete")
     return ExitStatus.FINISHED

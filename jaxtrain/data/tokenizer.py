@@ -195,8 +195,13 @@ class FileTokenizer:
         file = {"kind": "tokenizers", "path": str(self.path), "sha256": self.sha256}
         if self._marks == self._plain:
             return file
-        marks = {"begins": [*self.begin_of_document], "ends": self.end_of_document}
-        return file | {"marks": marks | {"stops": [*self.stops]}}
+        return file | {
+            "marks": {
+                "begins": [*self.begin_of_document],
+                "ends": self.end_of_document,
+                "stops": [*self.stops],
+            }
+        }
 
 
 def _with_its_folder(path: pathlib.Path) -> pathlib.Path:
@@ -229,8 +234,7 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     (256,)
     """
     tokenizer = open_tokenizer(name, vocab_size)
-    if tokenizer.vocab_size > vocab_size:
-        least = tokenizer.vocab_size
+    if (least := tokenizer.vocab_size) > vocab_size:
         raise DataError(
             f"model.vocab_size={vocab_size} is less than the {least} ids of "
             f"data.tokenizer={name}: use --config.model.vocab_size={least}"
