@@ -143,7 +143,7 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     (of,) = subjects
-    losses = retention.read_losses(of.directory, _remark)
+    losses = retention.read_losses(of.directory, streams.remark)
     table = [("step", "size", "saved", METRICS["validation_loss"].title, "")]
     for folder in of.folders():
         loss = losses.get(int(folder.name)) if folder.name.isdigit() else None
@@ -388,21 +388,16 @@ def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
         )
 
 
-def _remark(line: str) -> None:
-    """A line on standard error: standard output is for what was asked for."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def _to_delete(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, str]:
     """The folders that `prune` deletes, each with its reason."""
     reasons: dict[epath.Path, str] = {}
     if flags.keep:
         faults = {each: steps.fault(each) for each in of.folders()}
         for each in filter(faults.get, faults):
-            _remark(f"note: {each} is left: {faults[each]}")
+            streams.remark(f"note: {each} is left: {faults[each]}")
         complete = {int(each.name): each for each, why in faults.items() if not why}
         policy = retention.Retention(flags.keep, flags.keep_every, flags.keep_best)
-        retained = policy.retained(complete, retention.read_losses(of.directory, _remark))
+        retained = policy.retained(complete, retention.read_losses(of.directory, streams.remark))
         reasons |= {each: "not kept" for step, each in complete.items() if step not in retained}
     if flags.broken:
         reasons |= {

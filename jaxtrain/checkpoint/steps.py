@@ -33,7 +33,7 @@ from jaxtrain.run.files import CONFIG_FILE, parse_json, read_json
 
 LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
-_STEP = re.compile("0|[1-9][0-9]{0,9}")
+STEP_NAME = re.compile("0|[1-9][0-9]{0,9}")
 
 VERSION = 3  # of the metas that this code writes
 # Groups of a state's arrays, before the "/" of their names: the parameters of all replicas, and
@@ -272,7 +272,7 @@ def step_numbers(directory: str | os.PathLike) -> list[int]:
     return sorted(
         int(path.name)
         for path in folder.iterdir()
-        if _STEP.fullmatch(path.name) and not is_unfinished(path)
+        if STEP_NAME.fullmatch(path.name) and not is_unfinished(path)
     )
 
 
@@ -281,7 +281,7 @@ def is_unfinished(path: epath.Path) -> bool:
     an object store, where a save has its step's name from the beginning, for lack of a manifest."""
     return ORBAX_UNFINISHED in path.name or (
         bool(stores.scheme_of(path))
-        and _STEP.fullmatch(path.name) is not None
+        and STEP_NAME.fullmatch(path.name) is not None
         and not (path / manifest.FILE).exists()
     )
 
@@ -306,7 +306,7 @@ def _look(
     for name in names:
         if name.startswith(".") or name == LOSSES or ORBAX_UNFINISHED in name or BROKEN in name:
             continue
-        if not _STEP.fullmatch(name):
+        if not STEP_NAME.fullmatch(name):
             unrecognized.append(UnrecognizedEntry(name, "no step's name"))
         elif not is_unfinished(folder / name):
             meta = look_at(folder / name, needs)
@@ -323,7 +323,7 @@ def look_at(folder: epath.Path, needs: Mapping[str, type] = TO_TRAIN) -> Meta | 
 
     needs: as in `choose`.
     """
-    step = int(folder.name) if _STEP.fullmatch(folder.name) else None
+    step = int(folder.name) if STEP_NAME.fullmatch(folder.name) else None
 
     def entry(why: str, holds_data: bool = True) -> UnrecognizedEntry:
         return UnrecognizedEntry(folder.name, why, step, holds_data)
