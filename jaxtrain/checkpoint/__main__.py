@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     damage, or a place cannot be read."""
     command, subjects, flags = parse(argv)
     with steps.read_errors(" or ".join(str(each.step or each.directory) for each in subjects)):
-        return _COMMANDS[command](subjects, flags)
+        return _COMMANDS[command](*subjects, flags) or ExitStatus.FINISHED
 
 
 def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespace]:
@@ -98,10 +98,9 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
         asked = [word for word in argv if word in ASK]
         if asked or not argv:
             read_flags(asked or ["--help"], DESCRIPTION, (), with_config=False)  # ends here
-        commands = ", ".join(FLAGS)
         raise cli.FlagsError(
             f"{command or argv[0]!r} is no command of jaxtrain checkpoint: use one of "
-            f"{commands}, such as jaxtrain checkpoint ls DIR"
+            f"{', '.join(FLAGS)}, such as jaxtrain checkpoint ls DIR"
         )
 
     def check(flags: types.SimpleNamespace) -> tuple[list[Subject], types.SimpleNamespace]:
@@ -141,8 +140,7 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
 # --- ls and verify --------------------------------------------------------------------------------
 
 
-def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    (of,) = subjects
+def ls(of: Subject, flags: types.SimpleNamespace) -> None:
     losses = retention.read_losses(of.directory, streams.remark)
     table = [("step", "size", "saved", METRICS["validation_loss"].title, "")]
     for folder in of.folders():
@@ -163,7 +161,6 @@ def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     for path in of.others():
         remark = "" if steps.BROKEN in path.name else "  not finished"
         print(f"{path.name}  {reading.in_units(stores.size_of(path))}{remark}")
-    return ExitStatus.FINISHED
 
 
 def _saved_at(folder: epath.Path) -> str:
@@ -180,8 +177,7 @@ def _saved_at(folder: epath.Path) -> str:
         return ""  # it is damaged, or was deleted meanwhile
 
 
-def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    (of,) = subjects
+def verify(of: Subject, flags: types.SimpleNamespace) -> ExitStatus:
     if flags.step >= 0:
         of = Subject(of.directory, _step_of(of, flags.step))
     verified: dict[str, int] = {}  # step → bytes
@@ -287,8 +283,8 @@ def _open(folder: epath.Path) -> Opened:
         raise steps.CheckpointError(f"{folder}: its state {error}") from None
 
 
-def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    step = _open(_step_of(subjects[0], flags.step))
+def show(of: Subject, flags: types.SimpleNamespace) -> None:
+    step = _open(_step_of(of, flags.step))
     meta = step.meta
     print(
         f"{step.folder}: step {meta.step}, {meta.wall_s:.0f} s of training, corpus "
@@ -304,7 +300,6 @@ def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     _print_table(table)
     total = sum(map(reading.nbytes, step.arrays.values()))
     print(f"{len(step.arrays)} arrays, {reading.in_units(total)}")
-    return ExitStatus.FINISHED
 
 
 def _statistics(array: ts.TensorStore) -> tuple[str, str, str, str]:
@@ -315,8 +310,8 @@ def _statistics(array: ts.TensorStore) -> tuple[str, str, str, str]:
     return f"{s.least:.4g}", f"{s.greatest:.4g}", f"{s.norm:.6g}", str(s.not_finite)
 
 
-def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    a, b = (_open(_step_of(subject)) for subject in subjects)
+def diff(one: Subject, other: Subject, flags: types.SimpleNamespace) -> None:
+    a, b = _open(_step_of(one)), _open(_step_of(other))
     print(f"a  {a.folder}: step {a.meta.step}\nb  {b.folder}: step {b.meta.step}")
     for path in fields():
         if get(a.config, path) != get(b.config, path):
@@ -352,7 +347,6 @@ def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         f"{len(differences)} arrays differ{rest if len(shown) < len(differences) else ''}; "
         f"{same} are the same"
     )
-    return ExitStatus.FINISHED
 
 
 # --- prune ----------------------------------------------------------------------------------------
@@ -408,8 +402,7 @@ def _to_delete(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, st
     return reasons
 
 
-def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    (of,) = subjects
+def prune(of: Subject, flags: types.SimpleNamespace) -> None:
     run = of.directory.parent if of.directory.name == "checkpoints" else of.directory
     try:
         with contextlib.ExitStack() as locked:
@@ -436,7 +429,6 @@ def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         ) from None
     done = "deleted" if flags.yes else "would be deleted: --yes deletes them"
     print(f"{len(reasons)} folders, {total} {done}" if reasons else "nothing to delete")
-    return ExitStatus.FINISHED
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -451,7 +443,8 @@ def _print_table(table: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-_COMMANDS: Mapping[str, Callable[[list[Subject], types.SimpleNamespace], int]] = {
+# A command takes its places and its flags, and returns an exit status if it is not FINISHED.
+_COMMANDS: Mapping[str, Callable[..., ExitStatus | None]] = {
     "ls": ls,
     "verify": verify,
     "show": show,

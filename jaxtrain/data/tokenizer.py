@@ -115,7 +115,12 @@ class FileTokenizer:
 
     def __init__(self, path: str | pathlib.Path, marks: Marks | None = None):
         try:
-            self.path = _with_its_folder(pathlib.Path(os.path.expanduser(path)))
+            # In the folder whose other files belong to the tokenizer: a link's own if that has any,
+            # as a hub's cache does, else its target's.
+            link = pathlib.Path(os.path.expanduser(path))
+            link = link.parent.resolve() / link.name
+            has_others = any((link.parent / name).exists() for name in BESIDE)
+            self.path = link if has_others else link.resolve()
             self.content = read_regular(self.path)
         except OSError as error:
             raise DataError(
@@ -202,13 +207,6 @@ class FileTokenizer:
                 "stops": [*self.stops],
             }
         }
-
-
-def _with_its_folder(path: pathlib.Path) -> pathlib.Path:
-    """The real path of a tokenizer's file, in the folder whose other files belong to it: a link's
-    own if that has any, as a hub's cache does, else its target's. Raises OSError."""
-    link = path.parent.resolve() / path.name
-    return link if any((link.parent / name).exists() for name in BESIDE) else path.resolve()
 
 
 Tokenizer = ByteTokenizer | NoTokenizer | FileTokenizer
