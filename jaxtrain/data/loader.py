@@ -19,6 +19,7 @@ tokens.py prepares a corpus.
 
 import collections
 import concurrent.futures
+import functools
 import hashlib
 import itertools
 import pathlib
@@ -311,8 +312,12 @@ def make_loaders(
     rows_folder: the run's, where the training batches' rows are logged; None: they are not
     """
     log = RowLog(rows_folder, jax.process_index(), jax.process_count()) if rows_folder else None
-
-    def load(split: str, batches: int | None, log: RowLog | None) -> Loader:
-        return Loader(corpus, data, split, like.sharding, like.shape[0], batches, replicas, log)
-
-    return load("train", None, log), load("validation", eval_batches, None)
+    load = functools.partial(
+        Loader,
+        corpus,
+        data,
+        sharding=like.sharding,
+        microbatches=like.shape[0],
+        independent_replicas=replicas,
+    )
+    return load(split="train", log=log), load(split="validation", batches=eval_batches)

@@ -64,19 +64,8 @@ from jaxtrain.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
     marks_line,
-    tokenizer_from,
 )
 from jaxtrain.run import files, streams
-
-__all__ = [
-    "Corpus",
-    "DataError",
-    "Tokenizer",
-    "bigram_entropy",
-    "load_tokenizer",
-    "prepare",
-    "tokenizer_from",
-]
 
 KNOWN, NOTE = "known", "at.json"
 FORMAT = 2  # the version of a prepared folder; part of its key
