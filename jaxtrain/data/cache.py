@@ -113,23 +113,31 @@ def ensure(
                     f"{folder.name}{UNFINISHED}{socket.gethostname()}-*"
                 ):
                     shutil.rmtree(left, ignore_errors=True)
-            own = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-            temporary = folder.with_name(f"{folder.name}{UNFINISHED}{own}")
-            temporary.mkdir()
-            try:
-                make(temporary)
-                if folder.exists() and not opened(folder):
-                    # damaged since it was made: a file cut short, an older format
-                    shutil.rmtree(folder)
-                try:
-                    temporary.rename(folder)
-                except OSError:
-                    # one that was made by a faster machine has the same content
-                    if not opened(folder):
-                        raise
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            _make(folder, opened, make)
     return opened(folder)
+
+
+def _make(
+    folder: pathlib.Path,
+    opened: Callable[[pathlib.Path], object],
+    make: Callable[[pathlib.Path], None],
+) -> None:
+    temporary = folder.with_name(
+        f"{folder.name}{UNFINISHED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    )
+    temporary.mkdir()
+    try:
+        make(temporary)
+        if folder.exists() and not opened(folder):
+            shutil.rmtree(folder)  # damaged since it was made: a file cut short, an older format
+        try:
+            temporary.rename(folder)
+        except OSError:
+            # one that was made by a faster machine has the same content
+            if not opened(folder):
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -303,13 +303,12 @@ class Watchdog:
     def _carry_out(self, ending: Ending) -> None:
         """Ends the process, after telling the others; process 0 leaves last."""
         self._peers.end_all(dataclasses.replace(ending, process=self._peers.process))
-        if ending.status == ExitStatus.HUNG:
-            writing = threading.Thread(target=self._write_stacks, daemon=True)
-            writing.start()
-            writing.join(WRITING_S)
-        leaving = threading.Thread(target=self._before_end, daemon=True)
-        leaving.start()
-        leaving.join(WRITING_S)
+        stacks = [self._write_stacks] if ending.status == ExitStatus.HUNG else []
+        for task in (*stacks, self._before_end):
+            # In a thread, which is not waited for longer than WRITING_S: it may hang, too.
+            thread = threading.Thread(target=task, daemon=True)
+            thread.start()
+            thread.join(WRITING_S)
         if self._peers.process == 0:
             end = time.monotonic() + GOODBYE_S
             while time.monotonic() < end and not self._peers.all_gone():

@@ -96,7 +96,7 @@ def _documents(entries: Iterator[JsonValue], what: str, runs: Runs, stream: Read
             if isinstance(entry, BadRecord):
                 raise entry
             where, text, record = entry
-            text.encode()
+            text.encode()  # fails where a byte of the file was not UTF-8
             if not isinstance(record, dict):
                 raise BadRecord(where, f"{what} must be a JSON object, not {_kind(record)}")
             document = list(_document(record, runs, where, stream.taken()))
