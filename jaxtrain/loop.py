@@ -85,9 +85,9 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
     from the newest complete checkpoint in the run's folder. clock: of the command
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
-    FlagsError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
-    the checkpoint or the corpus, and if no checkpoint is complete; HfError for a published model
-    that is damaged. Raises NumbersError if numbers are not good and the run cannot go back.
+    FlagsError, DataError or CheckpointError for a config that does not fit the checkpoint or the
+    corpus, and if no checkpoint is complete; HfError for a published model that is damaged. Raises
+    NumbersError if numbers are not good and the run cannot go back.
     """
     config, folder = prepared.config, prepared.folder
     clock.enter(Phase.DATA)

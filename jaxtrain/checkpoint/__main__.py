@@ -21,10 +21,6 @@ from etils import epath
 from jaxtrain import cli
 from jaxtrain.checkpoint import reading, retention, steps, stores, subject
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
-from jaxtrain.checkpoint.reading import in_units
-from jaxtrain.checkpoint.retention import Retention
-from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, UnrecognizedEntry, choose
-from jaxtrain.checkpoint.stores import read_within, scheme_of, size_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import ConfigError, StoredConfig, fields, flag_text, get
 from jaxtrain.config.errors import UsageError
@@ -91,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     damage, or a place cannot be read."""
     command, subjects, flags = parse(argv)
     with steps.read_errors(" or ".join(str(each.step or each.directory) for each in subjects)):
-        return _COMMANDS[command](subjects, flags)
+        return _COMMANDS[command](*subjects, flags) or ExitStatus.FINISHED
 
 
 def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespace]:
@@ -102,10 +98,9 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
         asked = [word for word in argv if word in ASK]
         if asked or not argv:
             read_flags(asked or ["--help"], DESCRIPTION, (), with_config=False)  # ends here
-        commands = ", ".join(FLAGS)
         raise cli.FlagsError(
             f"{command or argv[0]!r} is no command of jaxtrain checkpoint: use one of "
-            f"{commands}, such as jaxtrain checkpoint ls DIR"
+            f"{', '.join(FLAGS)}, such as jaxtrain checkpoint ls DIR"
         )
 
     def check(flags: types.SimpleNamespace) -> tuple[list[Subject], types.SimpleNamespace]:
@@ -145,16 +140,15 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
 # --- ls and verify --------------------------------------------------------------------------------
 
 
-def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    (of,) = subjects
-    losses = retention.read_losses(of.directory, _remark)
+def ls(of: Subject, flags: types.SimpleNamespace) -> None:
+    losses = retention.read_losses(of.directory, streams.remark)
     table = [("step", "size", "saved", METRICS["validation_loss"].title, "")]
     for folder in of.folders():
         loss = losses.get(int(folder.name)) if folder.name.isdigit() else None
         table.append(
             (
                 folder.name,
-                in_units(size_of(folder)),
+                reading.in_units(stores.size_of(folder)),
                 _saved_at(folder),
                 "" if loss is None else f"{loss:.4f}",
                 steps.fault(folder) or "complete",
@@ -165,17 +159,16 @@ def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     else:
         _print_table(table)
     for path in of.others():
-        remark = "" if BROKEN in path.name else "  not finished"
-        print(f"{path.name}  {in_units(size_of(path))}{remark}")
-    return ExitStatus.FINISHED
+        remark = "" if steps.BROKEN in path.name else "  not finished"
+        print(f"{path.name}  {reading.in_units(stores.size_of(path))}{remark}")
 
 
 def _saved_at(folder: epath.Path) -> str:
     """The local time of a step's save; "" if it is not known. A store's folders have no times, but
     each step in one has Orbax's file."""
     try:
-        if scheme_of(folder):
-            metadata = parse_json(read_within(folder, "_CHECKPOINT_METADATA"))
+        if stores.scheme_of(folder):
+            metadata = parse_json(stores.read_within(folder, "_CHECKPOINT_METADATA"))
             seconds = metadata["commit_timestamp_nsecs"] / 1e9
         else:
             seconds = os.lstat(folder).st_mtime
@@ -184,8 +177,7 @@ def _saved_at(folder: epath.Path) -> str:
         return ""  # it is damaged, or was deleted meanwhile
 
 
-def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    (of,) = subjects
+def verify(of: Subject, flags: types.SimpleNamespace) -> ExitStatus:
     if flags.step >= 0:
         of = Subject(of.directory, _step_of(of, flags.step))
     verified: dict[str, int] = {}  # step → bytes
@@ -197,13 +189,15 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         folders = [folder for folder in of.folders() if folder.name not in seen]
         seen |= {folder.name for folder in folders}
         for folder in folders[:: -1 if newest_first else 1]:
-            size = size_of(folder)
+            size = stores.size_of(folder)
             damage = _verify(folder)
             if damage is None:
                 print(f"{folder.name}: was deleted while it was read", flush=True)
                 continue
             verified[folder.name] = size
-            result = f"{len(damage)} damaged" if damage else f"complete, {in_units(size)} read"
+            result = (
+                f"{len(damage)} damaged" if damage else f"complete, {reading.in_units(size)} read"
+            )
             lines = [*(f"{folder}: {why}" for why in damage), f"{folder.name}: {result}"]
             print("\n".join(lines), flush=True)
             if damage:
@@ -219,7 +213,7 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         )
     result = f"{', '.join(damaged)} damaged" if damaged else "all complete"
     count = f"{len(verified)} step{'s'[: len(verified) > 1]}"
-    print(f"verified {count}, {in_units(sum(verified.values()))}: {result}", flush=True)
+    print(f"verified {count}, {reading.in_units(sum(verified.values()))}: {result}", flush=True)
     return ExitStatus.STORAGE if damaged else ExitStatus.FINISHED
 
 
@@ -228,7 +222,9 @@ def _verify(folder: epath.Path) -> list[str] | None:
     line = streams.TerminalLine(sys.stderr)
     damage = reading.verify(
         folder,
-        lambda done, total: line.draw(f"{folder.name}: {in_units(done)} of {in_units(total)}"),
+        lambda done, total: line.draw(
+            f"{folder.name}: {reading.in_units(done)} of {reading.in_units(total)}"
+        ),
     )
     line.clear()
     return damage
@@ -246,10 +242,10 @@ def _step_of(of: Subject, step: int = -1) -> epath.Path:
             _no_such_step(f"{of.step}, which is a step", present, step)
         return of.step
     if step < 0:
-        choice = choose(of.directory, steps.TO_TRAIN)
+        choice = steps.choose(of.directory, steps.TO_TRAIN)
         if choice.step is None:
             rest = f": {choice}" if choice.unrecognized else ""
-            raise CheckpointError(f"{of.directory} has no complete checkpoint{rest}")
+            raise steps.CheckpointError(f"{of.directory} has no complete checkpoint{rest}")
         return of.directory / str(choice.step)
     present = steps.step_numbers(of.directory)
     if step not in present:
@@ -268,7 +264,7 @@ class Opened:
     """A step that is shown or compared: its folder, meta, config, and arrays by name."""
 
     folder: epath.Path
-    meta: Meta
+    meta: steps.Meta
     config: StoredConfig
     arrays: Mapping[str, ts.TensorStore]
 
@@ -276,19 +272,19 @@ class Opened:
 def _open(folder: epath.Path) -> Opened:
     """Raises CheckpointError for a step that cannot be read."""
     meta = steps.look_at(folder)
-    if isinstance(meta, UnrecognizedEntry):
-        raise CheckpointError(f"{folder} is no complete checkpoint: {meta.why}")
+    if isinstance(meta, steps.UnrecognizedEntry):
+        raise steps.CheckpointError(f"{folder} is no complete checkpoint: {meta.why}")
     try:
         arrays = reading.open_arrays(folder, read_database(folder / STATE))
         return Opened(folder, meta, meta.stored_config(), arrays)
     except ConfigError as error:
-        raise CheckpointError(f"{folder}: its config cannot be read: {error}") from None
+        raise steps.CheckpointError(f"{folder}: its config cannot be read: {error}") from None
     except DatabaseError as error:
-        raise CheckpointError(f"{folder}: its state {error}") from None
+        raise steps.CheckpointError(f"{folder}: its state {error}") from None
 
 
-def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    step = _open(_step_of(subjects[0], flags.step))
+def show(of: Subject, flags: types.SimpleNamespace) -> None:
+    step = _open(_step_of(of, flags.step))
     meta = step.meta
     print(
         f"{step.folder}: step {meta.step}, {meta.wall_s:.0f} s of training, corpus "
@@ -298,12 +294,12 @@ def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     statistics = ("least", "greatest", "norm", "not finite") if flags.statistics else ()
     table: list[tuple[str, ...]] = [("array", "shape", "type", "size", *statistics)]
     for name, array in step.arrays.items():
-        size = in_units(reading.nbytes(array))
+        size = reading.in_units(reading.nbytes(array))
         cells = (name, str(list(array.shape)), array.dtype.name, size)
         table.append((*cells, *_statistics(array)) if flags.statistics else cells)
     _print_table(table)
-    print(f"{len(step.arrays)} arrays, {in_units(sum(map(reading.nbytes, step.arrays.values())))}")
-    return ExitStatus.FINISHED
+    total = sum(map(reading.nbytes, step.arrays.values()))
+    print(f"{len(step.arrays)} arrays, {reading.in_units(total)}")
 
 
 def _statistics(array: ts.TensorStore) -> tuple[str, str, str, str]:
@@ -314,8 +310,8 @@ def _statistics(array: ts.TensorStore) -> tuple[str, str, str, str]:
     return f"{s.least:.4g}", f"{s.greatest:.4g}", f"{s.norm:.6g}", str(s.not_finite)
 
 
-def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    a, b = (_open(_step_of(subject)) for subject in subjects)
+def diff(one: Subject, other: Subject, flags: types.SimpleNamespace) -> None:
+    a, b = _open(_step_of(one)), _open(_step_of(other))
     print(f"a  {a.folder}: step {a.meta.step}\nb  {b.folder}: step {b.meta.step}")
     for path in fields():
         if get(a.config, path) != get(b.config, path):
@@ -333,7 +329,7 @@ def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         try:
             difference = reading.difference(a.arrays[name], b.arrays[name])
         except DatabaseError as error:
-            raise CheckpointError(f"{name} {error} in {a.folder} or {b.folder}") from None
+            raise steps.CheckpointError(f"{name} {error} in {a.folder} or {b.folder}") from None
         if difference.count:
             differences[name] = difference
         else:
@@ -351,7 +347,6 @@ def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         f"{len(differences)} arrays differ{rest if len(shown) < len(differences) else ''}; "
         f"{same} are the same"
     )
-    return ExitStatus.FINISHED
 
 
 # --- prune ----------------------------------------------------------------------------------------
@@ -387,53 +382,53 @@ def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
         )
 
 
-def _remark(line: str) -> None:
-    """A line on standard error: standard output is for what was asked for."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def _to_delete(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, str]:
     """The folders that `prune` deletes, each with its reason."""
     reasons: dict[epath.Path, str] = {}
     if flags.keep:
         faults = {each: steps.fault(each) for each in of.folders()}
         for each in filter(faults.get, faults):
-            _remark(f"note: {each} is left: {faults[each]}")
+            streams.remark(f"note: {each} is left: {faults[each]}")
         complete = {int(each.name): each for each, why in faults.items() if not why}
-        policy = Retention(flags.keep, flags.keep_every, flags.keep_best)
-        retained = policy.retained(complete, retention.read_losses(of.directory, _remark))
+        policy = retention.Retention(flags.keep, flags.keep_every, flags.keep_best)
+        retained = policy.retained(complete, retention.read_losses(of.directory, streams.remark))
         reasons |= {each: "not kept" for step, each in complete.items() if step not in retained}
     if flags.broken:
-        reasons |= {path: "set aside as broken" for path in of.others() if BROKEN in path.name}
+        reasons |= {
+            path: "set aside as broken" for path in of.others() if steps.BROKEN in path.name
+        }
     if flags.unfinished:
-        reasons |= {path: "not finished" for path in of.others() if BROKEN not in path.name}
+        reasons |= {path: "not finished" for path in of.others() if steps.BROKEN not in path.name}
     return reasons
 
 
-def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    (of,) = subjects
+def prune(of: Subject, flags: types.SimpleNamespace) -> None:
     run = of.directory.parent if of.directory.name == "checkpoints" else of.directory
     try:
         with contextlib.ExitStack() as locked:
             # What to delete is decided under the lock: a run would save and delete meanwhile. A
             # store has no locks.
-            if flags.yes and not scheme_of(run):
+            if flags.yes and not stores.scheme_of(run):
                 lock = RunLock(run)
                 lock.take()
                 locked.callback(lock.release)
             reasons = _to_delete(of, flags)
-            total = in_units(sum(map(size_of, reasons)))
+            total = reading.in_units(sum(map(stores.size_of, reasons)))
             for folder, why in reasons.items():
                 doing = "deleting" if flags.yes else "would delete"
-                print(f"{doing} {folder} ({why}, {in_units(size_of(folder))})", flush=True)
+                print(
+                    f"{doing} {folder} ({why}, {reading.in_units(stores.size_of(folder))})",
+                    flush=True,
+                )
             if flags.yes:
                 retention.delete(reasons)
                 retention.note_losses(of.directory, steps.step_numbers(of.directory))
     except OSError as error:
-        raise CheckpointError(f"{of.directory}: not all is deleted ({error.strerror})") from None
+        raise steps.CheckpointError(
+            f"{of.directory}: not all is deleted ({error.strerror})"
+        ) from None
     done = "deleted" if flags.yes else "would be deleted: --yes deletes them"
     print(f"{len(reasons)} folders, {total} {done}" if reasons else "nothing to delete")
-    return ExitStatus.FINISHED
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -448,7 +443,8 @@ def _print_table(table: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-_COMMANDS: Mapping[str, Callable[[list[Subject], types.SimpleNamespace], int]] = {
+# A command takes its places and its flags, and returns an exit status if it is not FINISHED.
+_COMMANDS: Mapping[str, Callable[..., ExitStatus | None]] = {
     "ls": ls,
     "verify": verify,
     "show": show,

@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 import secrets
 import shutil
 import struct
@@ -35,13 +34,12 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.checkpoint.regions import Shard, Shards
-from jaxtrain.checkpoint.steps import CheckpointError
+from jaxtrain.checkpoint.steps import STEP_NAME, CheckpointError
 from jaxtrain.checkpoint.storage import to_host
 from jaxtrain.run.files import MOST_BYTES, open_regular, parse_json, replace_text
 
 # in the folder of the persistent checkpoints: who deletes those begins another run
 RUN_ID = ".run_id"
-_STEP = re.compile("0|[1-9][0-9]{0,9}")
 _TAIL = struct.Struct("<QI8s")  # bytes of the index, its checksum, MAGIC
 MAGIC = b"JTLOCAL1"
 
@@ -258,7 +256,7 @@ def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
     paths = [
         path
         for path in run.glob("process-*/*")
-        if _STEP.fullmatch(path.name) and not (run.is_symlink() or path.parent.is_symlink())
+        if STEP_NAME.fullmatch(path.name) and not (run.is_symlink() or path.parent.is_symlink())
     ]
     return sorted(((path, int(path.name)) for path in paths), key=lambda f: (f[0].parent, f[1]))
 

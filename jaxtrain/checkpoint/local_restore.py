@@ -22,7 +22,6 @@ import functools
 import itertools
 import math
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +38,7 @@ from jaxtrain.checkpoint.steps import CheckpointError, Meta
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.mesh import psum
 from jaxtrain.devices.sharding import mesh_axes
+from jaxtrain.run import streams
 
 _copies = itertools.count()
 
@@ -85,7 +85,7 @@ class LocalFiles:
             try:
                 index = read_index(path)
             except DamagedError as error:
-                _log_here(f"passed over: {error}")
+                streams.remark(f"passed over: {error}")
                 continue
             if index.fingerprint == fingerprint:
                 saved = LocalStep(step, index.start)
@@ -199,7 +199,7 @@ class LocalFiles:
                 numbers = read_shard(places[shard], shard, self.shards.dtype(shard.leaf))
             except DamagedError as error:
                 lost.add(shard)
-                _log_here(f"passed over: {error}")
+                streams.remark(f"passed over: {error}")
                 continue
             kind = self.shards.leaves[shard.leaf].sharding.memory_kind
             for device in self.shards.devices[shard]:
@@ -302,8 +302,3 @@ def _sum_of_copies(numbers: jax.Array, flag: jax.Array, mesh: Mesh, spec: P) -> 
     return jax.shard_map(
         on_each, mesh=mesh, in_specs=(spec, P(mesh.axis_names)), out_specs=spec, check_vma=False
     )(numbers, flag)
-
-
-def _log_here(line: str) -> None:
-    """A line of this process about its machine, on standard error."""
-    print(line, file=sys.stderr, flush=True)

@@ -39,7 +39,6 @@ from jaxtrain.checkpoint.resuming import (
     restore_newest,
     stored_state,
 )
-from jaxtrain.checkpoint.retention import NEWEST_THREE, Retention
 from jaxtrain.checkpoint.saving import Outcome, Save, SaveThread
 from jaxtrain.checkpoint.steps import (
     BROKEN,
@@ -95,7 +94,7 @@ class RunCheckpoints:
         self.persistent = Checkpointer(
             self._directory,
             stored,
-            Retention(settings.keep, settings.keep_every, settings.keep_best),
+            retention.Retention(settings.keep, settings.keep_every, settings.keep_best),
             start.unrecognized,
             log,
             # numbers on disk are read while they are written, and the next step would change them
@@ -214,7 +213,7 @@ class Checkpointer:
         self,
         directory: str | os.PathLike,
         stored: Any,
-        keep: Retention = NEWEST_THREE,
+        keep: retention.Retention = retention.NEWEST_THREE,
         broken: Sequence[UnrecognizedEntry] = (),
         log: Callable[[str], object] = print,
         waits: bool = False,

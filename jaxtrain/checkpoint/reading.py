@@ -15,8 +15,6 @@ import tensorstore as ts
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, retention, steps
-from jaxtrain.checkpoint.manifest import STATE, Database, DatabaseError, ManifestError
-from jaxtrain.checkpoint.steps import CheckpointError, UnrecognizedEntry
 from jaxtrain.checkpoint.stores import kvstore, no_damage
 
 READ_BYTES = 2**27  # the most bytes of pieces that are being read at a time
@@ -49,7 +47,7 @@ class Difference:
     count: int
 
 
-def open_arrays(folder: epath.Path, database: Database) -> dict[str, ts.TensorStore]:
+def open_arrays(folder: epath.Path, database: manifest.Database) -> dict[str, ts.TensorStore]:
     """Opens the arrays of a step, by name; their numbers are not read yet.
 
     Raises DatabaseError for a damaged description, CheckpointError for one that cannot be read.
@@ -60,7 +58,7 @@ def open_arrays(folder: epath.Path, database: Database) -> dict[str, ts.TensorSt
     for value in database.values:
         key, _, description = value.key.rpartition("/")
         if description == "zarr.json":
-            store = {"driver": "ocdbt", "base": kvstore(folder / STATE), "path": f"{key}/"}
+            store = {"driver": "ocdbt", "base": kvstore(folder / manifest.STATE), "path": f"{key}/"}
             # By default TensorStore fills a missing piece with zeros; here that is damage.
             spec = {"driver": "zarr3", "kvstore": store, "fill_missing_data_reads": False}
             opening[key.replace(".", "/")] = ts.open(spec, open=True, context=context)
@@ -68,8 +66,8 @@ def open_arrays(folder: epath.Path, database: Database) -> dict[str, ts.TensorSt
         return {name: opening[name].result() for name in sorted(opening)}
     except ValueError as error:
         if why := no_damage(error):
-            raise CheckpointError(f"{folder}: an array {why}") from None
-        raise DatabaseError(f"is damaged: {' '.join(str(error).split())[:200]}") from None
+            raise steps.CheckpointError(f"{folder}: an array {why}") from None
+        raise manifest.DatabaseError(f"is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
 def piece_shape(array: ts.TensorStore) -> tuple[int, ...]:
@@ -106,7 +104,7 @@ def read(array: ts.TensorStore) -> Iterator[tuple[PieceIndex, np.ndarray | None]
             numbers = reading.result()
         except ValueError as error:
             if why := no_damage(error):
-                raise CheckpointError(f"an array {why}") from None
+                raise steps.CheckpointError(f"an array {why}") from None
             numbers = None
         yield index, numbers
         under_way += ((index, array[index].read()) for index in itertools.islice(indices, 1))
@@ -123,7 +121,7 @@ def verify(folder: epath.Path, progress: Callable[[int, int], object]) -> list[s
     # Asked first: a run deletes a step's manifest before its other files, so a step that had one
     # and lacks something now may be under deletion, which is no damage.
     had_manifest, meta = (folder / manifest.FILE).exists(), steps.look_at(folder)
-    if isinstance(meta, UnrecognizedEntry):
+    if isinstance(meta, steps.UnrecognizedEntry):
         damage = [meta.why]
     else:
         damage = list(damages(folder, progress))
@@ -147,21 +145,21 @@ def damages(folder: epath.Path, progress: Callable[[int, int], object]) -> Itera
     files: manifest.Files = {}
     try:
         files = manifest.read(folder)
-    except ManifestError as error:
+    except manifest.ManifestError as error:
         yield str(error)
     yield from manifest.damages(folder, files)
     try:
-        database = manifest.read_database(folder / STATE)
+        database = manifest.read_database(folder / manifest.STATE)
         arrays = open_arrays(folder, database)
-    except DatabaseError as error:
-        yield f"{STATE} {error}"
+    except manifest.DatabaseError as error:
+        yield f"{manifest.STATE} {error}"
         return
     yield from manifest.damages_between_pieces(folder, files, database)
     total, done = sum(map(nbytes, arrays.values())), 0
     for name, array in arrays.items():
         for index, numbers in read(array):
             if numbers is None:
-                yield f"{STATE}: {name}{_in_brackets(index)} is damaged"
+                yield f"{manifest.STATE}: {name}{_in_brackets(index)} is damaged"
             else:
                 done += numbers.nbytes
             progress(done, total)
@@ -195,7 +193,7 @@ def difference(a: ts.TensorStore, b: ts.TensorStore) -> Difference:
         try:
             theirs = b[index].read().result()
         except ValueError as error:
-            raise DatabaseError(no_damage(error) or "is damaged") from None
+            raise manifest.DatabaseError(no_damage(error) or "is damaged") from None
         x, y = ours.astype(np.float64), theirs.astype(np.float64)
         differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
         if differs.any():
@@ -214,5 +212,5 @@ def _undamaged(array: ts.TensorStore) -> Iterator[tuple[PieceIndex, np.ndarray]]
     """Yields (index, numbers) like `read`, but raises DatabaseError for a damaged piece."""
     for index, numbers in read(array):
         if numbers is None:
-            raise DatabaseError(f"is damaged: {_in_brackets(index)}")
+            raise manifest.DatabaseError(f"is damaged: {_in_brackets(index)}")
         yield index, numbers

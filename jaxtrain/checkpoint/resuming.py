@@ -61,18 +61,11 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
-from jaxtrain.data.tokens import Corpus
+from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.prepared_run import PreparedRun
-from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
-
-
-class ChangedCorpusError(RunError):
-    """A corpus that is not the one of the checkpoint; the text is one line."""
-
-    status = ExitStatus.BAD_DATA
 
 
 def folder_of_checkpoints(settings: CheckpointConfig, workdir: pathlib.Path) -> epath.Path:
@@ -197,7 +190,7 @@ class ChosenStep:
 
     def check_corpus(self, corpus: Corpus) -> None:
         """Raises ConfigError if the checkpoint's corpus is another one at another path,
-        ChangedCorpusError if it has changed. A corpus may have moved."""
+        DataError if it has changed. A corpus may have moved."""
         meta = self.choice.meta
         if not self.choice.step or meta.checksum == corpus.checksum:
             return  # a published model's checkpoint of step 0 has seen no corpus
@@ -210,7 +203,7 @@ class ChosenStep:
                 sources.check(stored)
                 use = suggestion({"data.source": stored})
             raise ConfigError("data.source", corpus.source, rule, f"{use} (or another --workdir)")
-        raise ChangedCorpusError(
+        raise DataError(
             f"data.source={corpus.source} has changed since the checkpoint {checksums}: put it "
             "back or use another --workdir"
         )

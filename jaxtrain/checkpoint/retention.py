@@ -16,7 +16,6 @@ from types import MappingProxyType
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, steps, stores
-from jaxtrain.checkpoint.steps import LOSSES
 from jaxtrain.run.files import parse_json, replace_text
 
 DELETION_S = 1.0  # a deletion that makes no progress for so many seconds was interrupted
@@ -108,14 +107,14 @@ def read_losses(
     """Step → validation loss, for those that are known. log: gets a line about a damaged file,
     which the next loss replaces; the steps are retained by their numbers until then."""
     try:
-        values = parse_json(stores.read_within(directory, LOSSES))
+        values = parse_json(stores.read_within(directory, steps.LOSSES))
         return {
             int(step): float(loss) for step, loss in values.items() if math.isfinite(float(loss))
         }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        log(f"note: {directory / LOSSES} is not used ({getattr(error, 'strerror', error)})")
+        log(f"note: {directory / steps.LOSSES} is not used ({getattr(error, 'strerror', error)})")
         return {}
 
 
@@ -127,11 +126,11 @@ def note_losses(
 ) -> None:
     """Forgets the validation losses of all steps but these, and adds others: a step that is saved
     again under the same number has another one. log: as of `read_losses`."""
-    before, steps = read_losses(directory, log), {*present, *added}
-    losses = {s: v for s, v in {**before, **added}.items() if s in steps and math.isfinite(v)}
+    before, remaining = read_losses(directory, log), {*present, *added}
+    losses = {s: v for s, v in {**before, **added}.items() if s in remaining and math.isfinite(v)}
     if losses != before:
         directory.mkdir(parents=True, exist_ok=True)
-        replace_text(directory / LOSSES, json.dumps(losses))
+        replace_text(directory / steps.LOSSES, json.dumps(losses))
 
 
 def was_deleted(folder: epath.Path, had_manifest: bool) -> bool:

@@ -31,7 +31,6 @@ from jaxtrain.checkpoint import manifest, stores
 from jaxtrain.checkpoint.manifest import META, STATE, DatabaseError
 from jaxtrain.checkpoint.steps import ORBAX_UNFINISHED, CheckpointError, is_unfinished
 from jaxtrain.checkpoint.storage import tree_handler
-from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.devices import cluster
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
@@ -123,7 +122,7 @@ class SaveThread:
     ):
         self._directory, self._save, self._before, self._after = directory, save, before, after
         # a store's folder cannot be renamed: a step is complete when its manifest exists
-        self._in_place = bool(scheme_of(directory))
+        self._in_place = bool(stores.scheme_of(directory))
         self._unfinished = directory / f"{save.step}{'' if self._in_place else ORBAX_UNFINISHED}"
         self._hurry = threading.Event()
         # of the program: it is raised where the save is waited for

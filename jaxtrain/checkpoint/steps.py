@@ -27,15 +27,13 @@ from typing import Any
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, stores
-from jaxtrain.checkpoint.manifest import META, STATE, DatabaseError, ManifestError
-from jaxtrain.checkpoint.stores import read_within, scheme_of
 from jaxtrain.config import ConfigError, StoredConfig, from_dict
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, parse_json, read_json
 
 LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
-_STEP = re.compile("0|[1-9][0-9]{0,9}")
+STEP_NAME = re.compile("0|[1-9][0-9]{0,9}")
 
 VERSION = 3  # of the metas that this code writes
 # Groups of a state's arrays, before the "/" of their names: the parameters of all replicas, and
@@ -66,7 +64,9 @@ def read_errors(place: object) -> Iterator[None]:
         yield
     except Exception as error:
         of_a_file = (
-            not isinstance(error, OSError) or error.filename is not None or scheme_of(str(place))
+            not isinstance(error, OSError)
+            or error.filename is not None
+            or stores.scheme_of(str(place))
         )
         if (
             isinstance(error, RunError | BrokenPipeError)
@@ -182,12 +182,12 @@ def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: StepCheck = nothin
         files = manifest.read(folder)
         if damage := next(manifest.damages(folder, files), ""):
             return damage
-        database = manifest.read_database(folder / STATE)
+        database = manifest.read_database(folder / manifest.STATE)
         between_pieces = next(manifest.damages_between_pieces(folder, files, database), "")
         return between_pieces or wrong(meta, database.shapes)
-    except ManifestError as error:
+    except manifest.ManifestError as error:
         return str(error)
-    except DatabaseError as error:
+    except manifest.DatabaseError as error:
         return f"its state {error}"
 
 
@@ -252,7 +252,7 @@ def read_meta(directory: str | os.PathLike, step: int) -> dict:
 def checkpoints_of(place: str | os.PathLike) -> epath.Path:
     """The folder of checkpoints of a run, by the run's folder or by itself; it need not exist."""
     folder = stores.folder(place)
-    if scheme_of(folder):
+    if stores.scheme_of(folder):
         return folder
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         config = folder / CONFIG_FILE
@@ -272,7 +272,7 @@ def step_numbers(directory: str | os.PathLike) -> list[int]:
     return sorted(
         int(path.name)
         for path in folder.iterdir()
-        if _STEP.fullmatch(path.name) and not is_unfinished(path)
+        if STEP_NAME.fullmatch(path.name) and not is_unfinished(path)
     )
 
 
@@ -280,8 +280,8 @@ def is_unfinished(path: epath.Path) -> bool:
     """True for an entry among the checkpoints that is a save which did not end: by its name, or, in
     an object store, where a save has its step's name from the beginning, for lack of a manifest."""
     return ORBAX_UNFINISHED in path.name or (
-        bool(scheme_of(path))
-        and _STEP.fullmatch(path.name) is not None
+        bool(stores.scheme_of(path))
+        and STEP_NAME.fullmatch(path.name) is not None
         and not (path / manifest.FILE).exists()
     )
 
@@ -306,7 +306,7 @@ def _look(
     for name in names:
         if name.startswith(".") or name == LOSSES or ORBAX_UNFINISHED in name or BROKEN in name:
             continue
-        if not _STEP.fullmatch(name):
+        if not STEP_NAME.fullmatch(name):
             unrecognized.append(UnrecognizedEntry(name, "no step's name"))
         elif not is_unfinished(folder / name):
             meta = look_at(folder / name, needs)
@@ -323,7 +323,7 @@ def look_at(folder: epath.Path, needs: Mapping[str, type] = TO_TRAIN) -> Meta | 
 
     needs: as in `choose`.
     """
-    step = int(folder.name) if _STEP.fullmatch(folder.name) else None
+    step = int(folder.name) if STEP_NAME.fullmatch(folder.name) else None
 
     def entry(why: str, holds_data: bool = True) -> UnrecognizedEntry:
         return UnrecognizedEntry(folder.name, why, step, holds_data)
@@ -335,7 +335,7 @@ def look_at(folder: epath.Path, needs: Mapping[str, type] = TO_TRAIN) -> Meta | 
             return entry("a file", False)
         if next(iter(folder.iterdir()), None) is None:
             return entry("an empty folder", False)
-        if not (folder / STATE).is_dir():
+        if not (folder / manifest.STATE).is_dir():
             return entry("it has no state")
     except OSError as error:
         return entry(f"it cannot be read: {error.strerror}")
@@ -349,7 +349,7 @@ def look_at(folder: epath.Path, needs: Mapping[str, type] = TO_TRAIN) -> Meta | 
 def _meta(folder: epath.Path) -> dict | str:
     """The meta of a step's folder, or its fault in words."""
     try:
-        meta = parse_json(read_within(folder, f"{META}/metadata"))
+        meta = parse_json(stores.read_within(folder, f"{manifest.META}/metadata"))
     except (FileNotFoundError, NotADirectoryError):
         return "it has no meta"
     except OSError as error:

@@ -333,9 +333,10 @@ def on_devices(
         for b, devices in buffers
         for d in devices
     ]
-    result = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
-    # The buffers live until they are copied: without this those of all leaves could pile up.
-    return jax.block_until_ready(result)
+    # The buffers live until they are copied: without waiting those of all leaves could pile up.
+    return jax.block_until_ready(
+        jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+    )
 
 
 def _on_disk(

@@ -20,14 +20,11 @@ import shlex
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, steps, stores
-from jaxtrain.checkpoint.manifest import META, STATE
-from jaxtrain.checkpoint.steps import BROKEN, ORBAX_UNFINISHED, checkpoints_of
-from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.config import addresses
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
 
-_STEPS_NAME = re.compile(rf"\d{{1,10}}({re.escape(BROKEN)}\d+)?")
+_STEPS_NAME = re.compile(rf"\d{{1,10}}({re.escape(steps.BROKEN)}\d+)?")
 _LOOKED_AT = 1000  # entries of a folder in which a run is looked for
 
 
@@ -67,7 +64,7 @@ def find(place: str) -> Subject:
             raise NoCheckpointsError(f"{place!r} {fault}{_instead(folder)}")
         if step := step_folder(folder):
             return Subject(step.parent, step)
-        directory = checkpoints_of(folder)
+        directory = steps.checkpoints_of(folder)
         if _has_steps(directory):
             return Subject(directory)
         raise NoCheckpointsError(f"{place!r} has no checkpoints{_instead(folder)}")
@@ -89,18 +86,22 @@ def step_folder(folder: epath.Path) -> epath.Path | None:
     if it is no step. Raises NoCheckpointsError for an unfinished one."""
     if (folder / CONFIG_FILE).exists() or (folder / "checkpoints").exists():
         return None  # a run, whatever its name is
-    if ORBAX_UNFINISHED in folder.name or (scheme_of(folder) and steps.is_unfinished(folder)):
+    if steps.ORBAX_UNFINISHED in folder.name or (
+        stores.scheme_of(folder) and steps.is_unfinished(folder)
+    ):
         raise NoCheckpointsError(
             f"'{folder}' is a save that did not end, or is under way: use "
             f"{shlex.quote(str(folder.parent))}"
         )
     # A link "latest" stands for the step that it leads to, whose name has the number.
     path = folder
-    if not scheme_of(folder) and not _STEPS_NAME.fullmatch(folder.name):
+    if not stores.scheme_of(folder) and not _STEPS_NAME.fullmatch(folder.name):
         target = epath.Path(os.path.realpath(folder))
         if _STEPS_NAME.fullmatch(target.name):  # a link to a step
             path = target
-    if (path / STATE).exists() and ((path / META).exists() or (path / manifest.FILE).exists()):
+    if (path / manifest.STATE).exists() and (
+        (path / manifest.META).exists() or (path / manifest.FILE).exists()
+    ):
         return path
     if _STEPS_NAME.fullmatch(path.name) and (
         _has_parts(path) or path.parent.name == "checkpoints" or _has_steps(path.parent)
@@ -111,7 +112,7 @@ def step_folder(folder: epath.Path) -> epath.Path | None:
 
 def _has_parts(step: epath.Path) -> bool:
     """True for a folder with some part of a step."""
-    return any((step / name).exists() for name in (STATE, META, manifest.FILE))
+    return any((step / name).exists() for name in (manifest.STATE, manifest.META, manifest.FILE))
 
 
 def _has_steps(directory: epath.Path) -> bool:
@@ -129,13 +130,13 @@ def _has_steps(directory: epath.Path) -> bool:
 
 def _is_other(path: epath.Path) -> bool:
     """True for an entry of a folder of checkpoints that is set aside, or an unfinished save."""
-    set_aside = BROKEN in path.name and _STEPS_NAME.fullmatch(path.name)
+    set_aside = steps.BROKEN in path.name and _STEPS_NAME.fullmatch(path.name)
     return bool(set_aside) or steps.is_unfinished(path)
 
 
 def _instead(folder: epath.Path) -> str:
     """The place to use, as the end of a line: the nearest one with checkpoints, if there is one."""
-    near, in_store = "", bool(scheme_of(folder))
+    near, in_store = "", bool(stores.scheme_of(folder))
     with contextlib.suppress(OSError):
         if in_store:
             near = os.fspath(next(filter(_has_checkpoints, _above(folder)), ""))
@@ -153,7 +154,7 @@ def _above(folder: epath.Path) -> list[epath.Path]:
 
 def _has_checkpoints(path: epath.Path) -> bool:
     with contextlib.suppress(OSError, RunError):
-        return step_folder(path) is not None or _has_steps(checkpoints_of(path))
+        return step_folder(path) is not None or _has_steps(steps.checkpoints_of(path))
     return False
 
 

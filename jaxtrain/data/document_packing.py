@@ -76,7 +76,14 @@ class Sequences:
         """The sequence of tokens [begin, end) of the stream, at most T + 1, padded to T + 1."""
         n, window = end - begin, np.zeros(self._length + 1, np.int32)
         ids = self._stream.read(self._tokens, begin, end)
-        self._check(ids)
+        size = self._corpus.tokenizer.vocab_size
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            bad = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
+            raise DataError(
+                f"data.source={self._corpus.source}: token {bad} is beyond the {size} ids of its "
+                "tokenizer, and was not when the corpus was prepared: remove "
+                f"{self._corpus.folder}, and it is prepared again"
+            )
         window[:n] = ids
         counts = np.zeros(self._length + 1, np.float32)
         counts[:n] = 1 if self._mask is None else self._stream.read(self._mask, begin, end)
@@ -88,16 +95,6 @@ class Sequences:
             arrays["segments"] = np.cumsum(starts, dtype=np.int32)[:-1]
             arrays["positions"] = (index - np.maximum.accumulate(np.where(starts, index, 0)))[:-1]
         return arrays
-
-    def _check(self, ids: np.ndarray) -> None:
-        size = self._corpus.tokenizer.vocab_size
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            bad = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
-            raise DataError(
-                f"data.source={self._corpus.source}: token {bad} is beyond the {size} ids of its "
-                "tokenizer, and was not when the corpus was prepared: remove "
-                f"{self._corpus.folder}, and it is prepared again"
-            )
 
     def _starts(self, begin: int, end: int) -> np.ndarray:
         """[T + 1] bool: True where a segment begins, which is at the beginning of the sequence, of

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from jaxtrain.data.reading.records import Piece
+from jaxtrain.data.reading.records import TextPiece
 from jaxtrain.data.tokenizer import DataError, FileTokenizer, Tokenizer
 
 # Characters encoded by a thread at a time: a multiple of the numbers to 16, so that tokens of a
@@ -56,7 +56,7 @@ class Encoded:
     size: bytes of the files that the text was read from.
     """
 
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     begins: bool
     ids: np.ndarray
     ends: np.ndarray
@@ -77,7 +77,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def encode(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Encoded]:
+def encode(pieces: Iterable[TextPiece], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Encoded]:
     """The ids of pieces, in their order. Raises DataError for a text that the tokenizer cannot
     encode, and whatever `pieces` raises."""
     threads = concurrent.futures.ThreadPoolExecutor(cores(), thread_name_prefix="jaxtrain-encode")
@@ -104,14 +104,14 @@ def encode(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> It
         threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _windows(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces that go on in the next one are joined; texts of more than TASK + SHARED characters
+def _windows(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
+    """TextPieces that go on in the next one are joined; texts of more than TASK + SHARED characters
     come in windows of so many, each of which goes on in the next one."""
     text, size = "", 0
     for piece in pieces:
         text, size, at = text + piece.text, size + piece.size, 0
         while len(text) - at > TASK + SHARED:
-            yield Piece(text[at : at + TASK + SHARED], piece.counts, False, size, goes_on=True)
+            yield TextPiece(text[at : at + TASK + SHARED], piece.counts, False, size, goes_on=True)
             at, size = at + TASK, 0
         text = text[at:]
         if not piece.goes_on:
@@ -119,8 +119,8 @@ def _windows(pieces: Iterable[Piece]) -> Iterator[Piece]:
             text, size = "", 0
 
 
-def _tasks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of about TASK characters; a window that goes on ends its list."""
+def _tasks(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    """TextPieces in lists of about TASK characters; a window that goes on ends its list."""
     task, size = [], 0
     for piece in pieces:
         task.append(piece)
@@ -177,7 +177,7 @@ def _grown(left: Encoded, begin: int, results: Iterator[Encoded], tokenizer: Tok
     )
 
 
-def _encode(task: list[Piece], begins: bool, tokenizer: Tokenizer, dtype: np.dtype) -> Encoded:
+def _encode(task: list[TextPiece], begins: bool, tokenizer: Tokenizer, dtype: np.dtype) -> Encoded:
     """The ids of pieces, the first of which begins a document if `begins`."""
     texts, goes_on = [piece.text for piece in task], task[-1].goes_on
     *parts, shared = tokenizer.encode_batch([*texts, texts[-1][-SHARED:] * goes_on])
@@ -201,5 +201,5 @@ def _encode(task: list[Piece], begins: bool, tokenizer: Tokenizer, dtype: np.dty
     mask = np.repeat(np.array([piece.counts for piece in task], np.uint8), lengths)
     texts[-1] = texts[-1][: -SHARED if goes_on else None]
     text = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-    read = sum(piece.size for piece in task)
-    return Encoded(task, begins, ids, stops, mask, shared, text, read)
+    size = sum(piece.size for piece in task)
+    return Encoded(task, begins, ids, stops, mask, shared, text, size)

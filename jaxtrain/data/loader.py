@@ -1,12 +1,12 @@
-"""Batches as global arrays. The number of a batch alone determines its sequences, and the place of
-each in the batch and in the processes.
+"""Batches as global arrays. The number of a batch alone determines its sequences and their places
+in it, and so the processes that read them. A place is a number i from 0 to B − 1:
 
-    sequence i of batch n  = sequence order[n·B + i] of the split; order = a permutation of all
-                             sequences for each epoch, from the seed
-    place of sequence i    = [i // (B / microbatches), i % (B / microbatches)]
-                             of arrays [microbatches, B / microbatches, T];
-                             independent replicas have B / replicas consecutive sequences of
-                             the batch each, with the same rule for a replica's
+    at place i of batch n  is sequence order[n·B + i] of the split; order = a permutation of all
+                           sequences for each epoch, from the seed
+    in the arrays          [microbatches, B / microbatches, T] it has the indices
+                           [i // (B / microbatches), i % (B / microbatches)];
+                           independent replicas have B / replicas consecutive places each, with the
+                           same rule for a replica's
 
 Packing and shuffling know nothing of meshes, processes or threads. A process reads the sequences
 that its own devices hold, each once. There is no other state: to resume at batch n is to read batch
@@ -19,6 +19,7 @@ tokens.py prepares a corpus.
 
 import collections
 import concurrent.futures
+import functools
 import hashlib
 import itertools
 import pathlib
@@ -127,7 +128,7 @@ class Loader:
             self.batches = available if batches is None else min(batches, available)
         self._order = order
         self.shape = (microbatches, self._batch_size // microbatches, data.sequence_length)
-        self._local, self._place = _local_sequences(sharding, self.shape, independent_replicas)
+        self._local, self._local_index = _local_places(sharding, self.shape, independent_replicas)
         self._ahead, self._log = data.prefetch, log
         self._threads = concurrent.futures.ThreadPoolExecutor(
             max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}"
@@ -138,8 +139,8 @@ class Loader:
         count, length = len(self._sequences), self.shape[2]
         few = f"corpus: the {self._split} split has {len(self._stream):,} tokens"
         if not self._train:
-            empty = self._has_validation and not count
-            return [f"{few}: there is nothing to evaluate on"] if empty else []
+            nothing = f"{few}: there is nothing to evaluate on"
+            return [nothing] if self._has_validation and not count else []
         if self._sequences.repeated:
             return [
                 f"{few}, and data.sequence_length={length} takes {length + 1}: its documents "
@@ -169,11 +170,8 @@ class Loader:
         return self.read(number)[1]
 
     def read(self, number: int) -> tuple[dict[int, int | None], Batch]:
-        """Reads the batch with a number.
-
-        Returns a map from places in the batch to sequences of the split, those that this process
-        has read (None: padding), and the batch.
-        """
+        """Reads the batch with a number. Returns two things: the sequence of the split at each
+        place of the batch that this process has read (None: padding), and the batch."""
         if number < 0 or (self.batches is not None and number >= self.batches):
             raise IndexError(f"batch {number} of {self.batches} of {self._name}")
         self._corpus.check_whole()
@@ -183,7 +181,8 @@ class Loader:
             for index in indices.values()
         ]
         return indices, {
-            name: self._place_array([arrays[name] for arrays in sequences]) for name in sequences[0]
+            name: self._global_array([arrays[name] for arrays in sequences])
+            for name in sequences[0]
         }
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
@@ -230,7 +229,7 @@ class Loader:
         self.close()
 
     def _index(self, i: int) -> int | None:
-        """The split's sequence at place i of the order; None after the validation split."""
+        """The split's sequence at index i of the order; None after the validation split."""
         if self.batches is None:
             return self._order[i]
         if i >= self.sequences:
@@ -243,11 +242,12 @@ class Loader:
             self._log.write(number, sequences)
         return batch
 
-    def _place_array(self, sequences: list[np.ndarray]) -> jax.Array:
-        local = np.stack(sequences)  # [sequences that this process reads, T]
+    def _global_array(self, sequences: list[np.ndarray]) -> jax.Array:
+        """The array of a batch, from this process's sequences, in the order of `_local`."""
+        local = np.stack(sequences)  # [places that this process reads, T]
 
         def block(index: Any) -> np.ndarray:
-            return local[self._place[index[:2]]][..., index[2]]
+            return local[self._local_index[index[:2]]][..., index[2]]
 
         # JAX takes this for an implicit transfer
         with jax.transfer_guard_host_to_device("allow"):
@@ -277,13 +277,13 @@ class Feed:
         self.position, self._batches = position, self._loader.iterate(position, position + count)
 
 
-def _local_sequences(
+def _local_places(
     sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], independent_replicas: int
 ) -> tuple[list[int], np.ndarray]:
-    """The sequences of a batch that this process's devices hold, ascending; and
-    [microbatches, B / microbatches] the place of each in that list, or −1."""
+    """The places of a batch whose sequences this process's devices hold, ascending; and an array
+    [microbatches, B / microbatches]: the index in that list of the place that is there, or −1."""
     microbatches, size, _ = shape
-    sequences = (
+    places = (
         np.arange(microbatches * size)
         .reshape(independent_replicas, microbatches, -1)
         .swapaxes(0, 1)
@@ -293,8 +293,8 @@ def _local_sequences(
     indices: Any = sharding.addressable_devices_indices_map(shape)
     for index in indices.values():
         needed[index[:2]] = True
-    local = np.sort(sequences[needed])
-    return local.tolist(), np.where(needed, np.searchsorted(local, sequences), -1)
+    local = np.sort(places[needed])
+    return local.tolist(), np.where(needed, np.searchsorted(local, places), -1)
 
 
 def make_loaders(
@@ -312,8 +312,12 @@ def make_loaders(
     rows_folder: the run's, where the training batches' rows are logged; None: they are not
     """
     log = RowLog(rows_folder, jax.process_index(), jax.process_count()) if rows_folder else None
-
-    def load(split: str, batches: int | None, log: RowLog | None) -> Loader:
-        return Loader(corpus, data, split, like.sharding, like.shape[0], batches, replicas, log)
-
-    return load("train", None, log), load("validation", eval_batches, None)
+    load = functools.partial(
+        Loader,
+        corpus,
+        data,
+        sharding=like.sharding,
+        microbatches=like.shape[0],
+        independent_replicas=replicas,
+    )
+    return load(split="train", log=log), load(split="validation", batches=eval_batches)

@@ -69,7 +69,14 @@ def read_marks(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> Marks |
     """
     names = _read(folder, TOKENIZER_CONFIG)
     place = folder / TOKENIZER_CONFIG
-    _check_added(place, names.get("added_tokens_decoder"), tokenizer)
+    added = names.get("added_tokens_decoder")  # id → token
+    for number, token in added.items() if isinstance(added, dict) else ():
+        text = token.get("content") if isinstance(token, dict) else token
+        if str(tokenizer.token_to_id(str(text))) != number:
+            raise MarksError(
+                f"{place}: added_tokens_decoder has {shown(text)} as {cut(number)}, and "
+                "tokenizer.json has not"
+            )
     if "added_tokens_decoder" not in names and (tokens := _read(folder, TOKENS_MAP)).get(END):
         names, place = tokens, folder / TOKENS_MAP
     model = _read(folder, CONFIG)
@@ -88,8 +95,9 @@ def read_marks(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> Marks |
         candidates.append((plain.ends, plain.origin))
     for ends, origin in candidates:
         if ends is not None:
-            all_stops = tuple(dict.fromkeys([ends, *(stops or config_stops)]))
-            return Marks(begins, ends, all_stops, origin)
+            return Marks(
+                begins, ends, tuple(dict.fromkeys([ends, *(stops or config_stops)])), origin
+            )
     return None
 
 
@@ -105,18 +113,6 @@ def _read(folder: pathlib.Path, name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise MarksError(f"{folder / name} holds no JSON object")
     return values
-
-
-def _check_added(place: pathlib.Path, added: Any, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises MarksError for a token of added_tokens_decoder (id → token) that the tokenizer does
-    not have."""
-    for number, token in added.items() if isinstance(added, dict) else ():
-        text = token.get("content") if isinstance(token, dict) else token
-        if str(tokenizer.token_to_id(str(text))) != number:
-            raise MarksError(
-                f"{place}: added_tokens_decoder has {shown(text)} as {cut(number)}, and "
-                "tokenizer.json has not"
-            )
 
 
 def _id_of(place: pathlib.Path, token: Any, tokenizer: tokenizers.Tokenizer) -> int | None:

@@ -60,8 +60,9 @@ def fitting_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
 def token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
     """The place of a token file's tokens: the prepared folder if it was decompressed, or the file
     itself."""
-    path = pathlib.Path(file.path)
-    return folder / f"source.{file.format}" if is_compressed(file.path) else path
+    if is_compressed(file.path):
+        return folder / f"source.{file.format}"
+    return pathlib.Path(file.path)
 
 
 def map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:

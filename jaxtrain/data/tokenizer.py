@@ -115,7 +115,12 @@ class FileTokenizer:
 
     def __init__(self, path: str | pathlib.Path, marks: Marks | None = None):
         try:
-            self.path = _with_its_folder(pathlib.Path(os.path.expanduser(path)))
+            # In the folder whose other files belong to the tokenizer: a link's own if that has any,
+            # as a hub's cache does, else its target's.
+            link = pathlib.Path(os.path.expanduser(path))
+            link = link.parent.resolve() / link.name
+            has_others = any((link.parent / name).exists() for name in BESIDE)
+            self.path = link if has_others else link.resolve()
             self.content = read_regular(self.path)
         except OSError as error:
             raise DataError(
@@ -195,15 +200,13 @@ class FileTokenizer:
         file = {"kind": "tokenizers", "path": str(self.path), "sha256": self.sha256}
         if self._marks == self._plain:
             return file
-        marks = {"begins": [*self.begin_of_document], "ends": self.end_of_document}
-        return file | {"marks": marks | {"stops": [*self.stops]}}
-
-
-def _with_its_folder(path: pathlib.Path) -> pathlib.Path:
-    """The real path of a tokenizer's file, in the folder whose other files belong to it: a link's
-    own if that has any, as a hub's cache does, else its target's. Raises OSError."""
-    link = path.parent.resolve() / path.name
-    return link if any((link.parent / name).exists() for name in BESIDE) else path.resolve()
+        return file | {
+            "marks": {
+                "begins": [*self.begin_of_document],
+                "ends": self.end_of_document,
+                "stops": [*self.stops],
+            }
+        }
 
 
 Tokenizer = ByteTokenizer | NoTokenizer | FileTokenizer
@@ -229,8 +232,7 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     (256,)
     """
     tokenizer = open_tokenizer(name, vocab_size)
-    if tokenizer.vocab_size > vocab_size:
-        least = tokenizer.vocab_size
+    if (least := tokenizer.vocab_size) > vocab_size:
         raise DataError(
             f"model.vocab_size={vocab_size} is less than the {least} ids of "
             f"data.tokenizer={name}: use --config.model.vocab_size={least}"

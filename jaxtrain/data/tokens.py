@@ -42,7 +42,6 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import ConfigError, sources
-from jaxtrain.config.sources import File
 from jaxtrain.data import cache
 from jaxtrain.data.corpus_writer import INFO, CorpusWriter, ReadingProgress, corpus_checksum
 from jaxtrain.data.encode import cores, encode
@@ -65,19 +64,8 @@ from jaxtrain.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
     marks_line,
-    tokenizer_from,
 )
 from jaxtrain.run import files, streams
-
-__all__ = [
-    "Corpus",
-    "DataError",
-    "Tokenizer",
-    "bigram_entropy",
-    "load_tokenizer",
-    "prepare",
-    "tokenizer_from",
-]
 
 KNOWN, NOTE = "known", "at.json"
 FORMAT = 2  # the version of a prepared folder; part of its key
@@ -198,17 +186,16 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
             f"{error.filename or data.source}: {error.strerror or error}"
         ) from error
     if progress:
-        remarks = notes(corpus.tokens, len(corpus.documents) - 1, data, tokenizer)
-        streams.log(*_lines(corpus, began), *remarks)
+        if corpus.prepared < began:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
+            streams.log(
+                f"{corpus.source} is taken from the cache, prepared at {when}: {corpus.folder}"
+            )
+        streams.log(
+            *corpus.skipped.lines(corpus.source, corpus.folder / INFO),
+            *notes(corpus.tokens, len(corpus.documents) - 1, data, tokenizer),
+        )
     return corpus
-
-
-def _lines(corpus: Corpus, began: float) -> list[str]:
-    """Lines of text: the cache's folder, if that is older than `began`, and the bad records."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
-    taken = f"{corpus.source} is taken from the cache, prepared at {when}: {corpus.folder}"
-    left_out = corpus.skipped.lines(corpus.source, corpus.folder / INFO)
-    return [*[taken] * (corpus.prepared < began), *left_out]
 
 
 def _has_changed(source: sources.Source) -> bool:
@@ -291,7 +278,10 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
 
 
 def _key(
-    data: Any, source: sources.Source, tokenizer: Tokenizer, known_by: Callable[[File], list]
+    data: Any,
+    source: sources.Source,
+    tokenizer: Tokenizer,
+    known_by: Callable[[sources.File], list],
 ) -> str:
     """A digest of all that a prepared folder depends on, as 16 hexadecimal digits. Files count by
     what `known_by` returns, and by their paths where bad records are named."""
@@ -307,13 +297,13 @@ def _key(
     return digest.hexdigest()[:16]
 
 
-def _stamp(file: File) -> list:
+def _stamp(file: sources.File) -> list:
     """A file's path, format, size and times, the last of which no program can set: another file of
     the same size and age that takes its place has another one."""
     return [*file, os.stat(file.path).st_ctime_ns]
 
 
-def _content(file: File) -> list:
+def _content(file: sources.File) -> list:
     """A file's format, and the sha256 of its content, which is read."""
     with open(file.path, "rb") as stream:
         return [file.format, hashlib.file_digest(stream, "sha256").hexdigest()]

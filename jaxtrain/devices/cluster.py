@@ -43,7 +43,6 @@ from jaxtrain.devices.cluster_environment import (
 )
 from jaxtrain.run import peers, streams, watchdog
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.peers import Address, Peers, PeersError
 
 T = TypeVar("T")
 _TOLD = "jaxtrain/told"
@@ -172,7 +171,7 @@ def check_devices() -> None:
     )
 
 
-def connect_peers() -> Peers | None:
+def connect_peers() -> peers.Peers | None:
     """The connections of this process to the others of the run; None in a run of one process. Every
     process must call this.
 
@@ -181,15 +180,18 @@ def connect_peers() -> Peers | None:
     """
     if jax.process_count() == 1:
         return None
-    others = Peers(jax.process_index(), jax.process_count())
+    others = peers.Peers(jax.process_index(), jax.process_count())
     place = distributed.global_state.coordinator_address or ""
     address = from_main(
-        lambda: dataclasses.asdict(others.listen(place.rpartition(":")[0].strip("[]"))), PeersError
+        lambda: dataclasses.asdict(others.listen(place.rpartition(":")[0].strip("[]"))),
+        peers.PeersError,
     )
     if not is_main():
         try:
-            others.connect(Address(tuple(address.pop("hosts")), **address), socket.gethostname())
-        except PeersError as error:
+            others.connect(
+                peers.Address(tuple(address.pop("hosts")), **address), socket.gethostname()
+            )
+        except peers.PeersError as error:
             streams.log(f"warning: {error}: processes that hang or go will be found late")
     return others
 

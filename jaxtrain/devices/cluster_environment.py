@@ -127,13 +127,9 @@ def simulated_devices(
     platforms = environment.get("JAX_PLATFORMS", "")
     if len(asked) > 1 or (platforms != "cpu" and (platforms or _has_plugins())):
         return None
-    return (
-        asked[0] * processes
-        if asked
-        else processes
-        if several_processes(namespace, environment)
-        else by_default
-    )
+    if asked:
+        return asked[0] * processes
+    return processes if several_processes(namespace, environment) else by_default
 
 
 def _has_plugins() -> bool:

@@ -47,11 +47,6 @@ def to_host(tree):
     return jax.device_put(tree, jax.memory.Space.Host)
 
 
-def to_device(tree):
-    """Inside jit: the arrays, moved to the device's memory."""
-    return jax.device_put(tree, jax.memory.Space.Device)
-
-
 def empty_pool(shape: tuple[int, ...], dtype, on_host: bool) -> jax.Array:
     """Inside jit: an array of which nothing is read before it is written. It is not filled, except
     on CPUs and GPUs where XLA partitions over `model`: there it is zeros."""
@@ -71,7 +66,7 @@ def is_on_host(a: jax.Array) -> bool:
 
 def on_device(a: jax.Array) -> jax.Array:
     """Inside jit: all of `a` on the device, wherever that lies."""
-    return to_device(a) if is_on_host(a) else a
+    return jax.device_put(a, jax.memory.Space.Device) if is_on_host(a) else a
 
 
 def read(a: jax.Array, start, sizes: tuple[int, ...]) -> jax.Array:

@@ -89,13 +89,13 @@ class DiskArray:
     def read(self, block: Bounds) -> np.ndarray:
         """The numbers of one of this process's blocks. Raises StateFileError."""
         self.file.settle()
-        return self._view(block, self.file.read(self.offsets[block], self._size(block)))
+        return self._view(block, self.file.read(self.offsets[block], self.size_in_file(block)))
 
     def write(self, block: Bounds, numbers: np.ndarray) -> None:
         """Replaces the numbers of one of this process's blocks. Raises StateFileError."""
         self.file.interrupt()
         self.file.settle()
-        buffer = empty_buffer(self._size(block))
+        buffer = empty_buffer(self.size_in_file(block))
         np.copyto(self._view(block, buffer), numbers)
         self.file.write(self.offsets[block], buffer)
 
@@ -130,17 +130,9 @@ class DiskArray:
         """Bytes of a block's numbers."""
         return int(np.prod(block_shape(block), dtype=np.int64)) * self.dtype.itemsize
 
-    def _size(self, block: Bounds) -> int:
-        return _aligned(self.bytes_of(block))
-
-    def assign_offsets(self, layer: int, offset: int) -> int:
-        """The offset after the blocks of a layer, which get their bytes in the file from `offset`
-        on."""
-        for shard in self.shards():
-            block = self.block(shard, layer)
-            self.offsets[block] = offset
-            offset += self._size(block)
-        return offset
+    def size_in_file(self, block: Bounds) -> int:
+        """Bytes that a block takes in the file, a multiple of ALIGNMENT."""
+        return -(-self.bytes_of(block) // ALIGNMENT) * ALIGNMENT
 
     def bytes_per_device(self) -> int:
         """Bytes of one device's shard."""
@@ -155,10 +147,6 @@ def is_on_disk(a: object) -> bool:
 def block_shape(block: Bounds) -> tuple[int, ...]:
     """The sizes of a block or a shard."""
     return tuple(stop - start for start, stop in block)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def empty_buffer(size: int) -> np.ndarray:
@@ -202,7 +190,10 @@ class StateFile:
         end)."""
         begin = self.size
         for array, layer in group:
-            self.size = array.assign_offsets(layer, self.size)
+            for shard in array.shards():
+                block = array.block(shard, layer)
+                array.offsets[block] = self.size
+                self.size += array.size_in_file(block)
         return begin, self.size
 
     def open(self) -> None:

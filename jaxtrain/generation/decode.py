@@ -36,8 +36,10 @@ def cache_axes(parts: ModelParts) -> tuple[Axes, ...]:
 def empty_cache(parts: ModelParts, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
     """An empty cache of `dtype`."""
     lead = (parts.cfg.dense_layers + parts.cfg.layers, batch, slots)
-    arrays = (jnp.zeros((*lead, *slot.shape), dtype) for slot in parts.cache_slots())
-    return tuple(map(constrain, arrays, cache_axes(parts)))
+    return tuple(
+        constrain(jnp.zeros((*lead, *slot.shape), dtype), axes)
+        for slot, axes in zip(parts.cache_slots(), cache_axes(parts), strict=True)
+    )
 
 
 def extend(

@@ -91,7 +91,7 @@ def show(
         reasons = [AT_LIMIT if count == tokens else AT_END for count in counts]
     if live:
         write(streams[0].finish() + "\n")
-        return Endings(counts, reasons)
-    for i, stream in enumerate(streams):
-        write(f"--- sample {i + 1} of {samples}\n{texts[i]}{stream.finish()}\n")
+    else:
+        for i, stream in enumerate(streams):
+            write(f"--- sample {i + 1} of {samples}\n{texts[i]}{stream.finish()}\n")
     return Endings(counts, reasons)

@@ -269,9 +269,8 @@ class Sampler:
     def _begin_program(self, slots: int) -> DecodeState:
         """The state before the prompt, for as few sequences as the mesh allows."""
         batch = self._batch_unit
-        cache = empty_cache(self.parts, batch, slots, self.dtype)
         return DecodeState(
-            cache,
+            cache=empty_cache(self.parts, batch, slots, self.dtype),
             last=jnp.zeros(batch, jnp.int32),
             done=jnp.zeros(batch, bool),
             position=jnp.int32(0),

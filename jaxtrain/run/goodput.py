@@ -180,15 +180,6 @@ def read_goodput(workdir: str | os.PathLike) -> list[Line]:
     return lines
 
 
-def _tidy(path: pathlib.Path) -> None:
-    """Removes a line that a kill has cut off, and thins those of earlier starts: over hundreds of
-    starts the file would grow without end. Makes the folder if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(f"{line.json()}\n" for line in thinned(read_goodput(path.parent)))
-    if path.exists() and path.stat().st_size != len(text):
-        replace_text(path, text)
-
-
 def thinned(lines: list[Line]) -> list[Line]:
     """Some LINES_PER_START lines of each start, with its first and last one and the two at each
     roll-back."""
@@ -236,17 +227,20 @@ class GoodputLog:
         self._step = step
         self._ended = threading.Event()
         self._goodput.add(self._line())
-        self._path: pathlib.Path | None = None
-        self._is_new = False  # whether there was no such file before this start
         self._writing = threading.Lock()
-        if workdir is None:
+        self._path = pathlib.Path(workdir) / GOODPUT_FILE if workdir is not None else None
+        if self._path is None:
             return
-        self._path = pathlib.Path(workdir) / GOODPUT_FILE
         self._is_new = not self._path.exists()
         # no warning: metrics.jsonl, in the same folder, has one
         self._file = LineFile(self._path, log=lambda warning: None)
         with contextlib.suppress(OSError):
-            _tidy(self._path)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Without a line that a kill has cut off, and with fewer lines of earlier starts: over
+            # hundreds of starts the file would grow without end.
+            text = "".join(f"{line.json()}\n" for line in thinned(read_goodput(self._path.parent)))
+            if not self._is_new and self._path.stat().st_size != len(text):
+                replace_text(self._path, text)
         self._write()
         self._thread = threading.Thread(
             target=self._write_often, name="jaxtrain-goodput", daemon=True

@@ -282,8 +282,8 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(record, allow_nan=False))
         if self._events is not None:
-            groups = {METRICS[name].group for name in values}
-            group = "validation" if "validation" in groups else "train"
+            is_evaluation = any(METRICS[name].group == "validation" for name in values)
+            group = "validation" if is_evaluation else "train"
             for name, value in {"wall_s": wall_s, **values}.items():
                 if isinstance(value, (int, float)):
                     self._events.add_scalar(f"{group}/{name}", value, step, walltime=now)

@@ -141,14 +141,11 @@ class Progress:
             for name, metric in METRICS.items()
             if name in self._status
         }
-        return {name: text for name, text in {**texts, "left": self._left()}.items() if text}
-
-    def _left(self) -> str:
         begin, since = self._first_lap or (self._step, 0.0)
-        if begin == self._step or self._step >= self._total:
-            return ""
-        seconds = (self._clock() - since) / (self._step - begin) * (self._total - self._step)
-        return f"{_duration(seconds)} left"
+        if begin != self._step and self._step < self._total:
+            seconds = (self._clock() - since) / (self._step - begin) * (self._total - self._step)
+            texts["left"] = f"{_duration(seconds)} left"
+        return {name: text for name, text in texts.items() if text}
 
     def _draw(self) -> None:
         """Draws the bar over the terminal's last line."""

@@ -128,15 +128,10 @@ class Signals:
             elif number not in self._handled:
                 for each in self._before_end:
                     each()
-                _end(number)
-
-
-def _end(number: int) -> None:
-    """Ends the process by a signal, from any thread. The C library changes the handler, for Python
-    does that in the main thread only."""
-    ctypes.CDLL(None).signal(number, 0)  # SIG_DFL
-    os.kill(os.getpid(), number)
-    os._exit(128 + number)  # the first process of a container does not die by signals
+                # The C library changes the handler, for Python does that in the main thread only.
+                ctypes.CDLL(None).signal(number, 0)  # SIG_DFL
+                os.kill(os.getpid(), number)
+                os._exit(128 + number)  # the first process of a container does not die by signals
 
 
 _active: list[Signals] = []

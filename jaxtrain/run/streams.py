@@ -85,6 +85,11 @@ def log(*lines: str) -> None:
         print(line, file=sys.stderr if line.startswith("warning: ") else sys.stdout, flush=True)
 
 
+def remark(line: str) -> None:
+    """Prints a line on standard error: standard output is for what was asked for."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def write_error(text: str) -> None:
     """Writes on standard error at once, past Python's buffers and locks: for a thread that ends the
     process. Never raises."""

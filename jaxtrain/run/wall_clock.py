@@ -125,8 +125,10 @@ def start_record(clock: WallClock) -> dict[str, float]:
     """Seconds of the start and of its phases, as metrics.jsonl has them: {"start_up_s": 9.1,
     "imports_s": 2.0, …}."""
     seconds = clock.seconds()
-    phases = {f"{phase.value}_s": round(s, 3) for phase, s in seconds.items()}
-    return {"start_up_s": round(sum(seconds.values()), 3)} | phases
+    return {
+        "start_up_s": round(sum(seconds.values()), 3),
+        **{f"{phase.value}_s": round(s, 3) for phase, s in seconds.items()},
+    }
 
 
 def start_line(clock: WallClock) -> str:

@@ -147,7 +147,18 @@ class Watchdog:
         try:
             yield self
         except BaseException as error:
-            self._leave(error)
+            if isinstance(error, RunError):
+                self.say_bye(error.status, _one_line(str(error)))
+            else:
+                # Collectives fail before process 0 has told who is gone: the thread ends this
+                # process.
+                time.sleep(ABORT_S if self._peers.peers and "JaxRuntimeError" in repr(error) else 0)
+                self.say_bye(ExitStatus.FAULT, _one_line(f"{type(error).__name__}: {error}"))
+            # Process 0 waits until the others have ended: without it jax aborts them.
+            end = time.monotonic() + GOODBYE_S
+            is_main = self._peers.process == 0
+            while is_main and not self._peers.all_gone() and time.monotonic() < end:
+                time.sleep(0.05)
             raise
         else:
             self.say_bye(ExitStatus.FINISHED, "")
@@ -169,20 +180,6 @@ class Watchdog:
     def end_others(self, status: int, text: str) -> None:
         """Ends the others with this process's status and text, from any thread."""
         self._peers.end_all(Ending(int(status), text, self._peers.process))
-
-    def _leave(self, error: BaseException) -> None:
-        """Tells the others about the error that ends this process. Process 0 waits until they have
-        ended: without it jax aborts them."""
-        if isinstance(error, RunError):
-            self.say_bye(error.status, _one_line(str(error)))
-        else:
-            # Collectives fail before process 0 has told who is gone: the thread ends this process.
-            time.sleep(ABORT_S if self._peers.peers and "JaxRuntimeError" in repr(error) else 0)
-            self.say_bye(ExitStatus.FAULT, _one_line(f"{type(error).__name__}: {error}"))
-        end = time.monotonic() + GOODBYE_S
-        is_main = self._peers.process == 0
-        while is_main and not self._peers.all_gone() and time.monotonic() < end:
-            time.sleep(0.05)
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -298,19 +295,20 @@ class Watchdog:
 
     def _all(self) -> list[Peer]:
         """All processes, as process 0 knows them."""
-        main = Peer(0, socket.gethostname(), os.getpid(), 0.0, self._beat())
-        return [main, *self._peers.peers.values()]
+        return [
+            Peer(0, socket.gethostname(), os.getpid(), 0.0, self._beat()),
+            *self._peers.peers.values(),
+        ]
 
     def _carry_out(self, ending: Ending) -> None:
         """Ends the process, after telling the others; process 0 leaves last."""
         self._peers.end_all(dataclasses.replace(ending, process=self._peers.process))
-        if ending.status == ExitStatus.HUNG:
-            writing = threading.Thread(target=self._write_stacks, daemon=True)
-            writing.start()
-            writing.join(WRITING_S)
-        leaving = threading.Thread(target=self._before_end, daemon=True)
-        leaving.start()
-        leaving.join(WRITING_S)
+        stacks = [self._write_stacks] if ending.status == ExitStatus.HUNG else []
+        for task in (*stacks, self._before_end):
+            # In a thread, which is not waited for longer than WRITING_S: it may hang, too.
+            thread = threading.Thread(target=task, daemon=True)
+            thread.start()
+            thread.join(WRITING_S)
         if self._peers.process == 0:
             end = time.monotonic() + GOODBYE_S
             while time.monotonic() < end and not self._peers.all_gone():

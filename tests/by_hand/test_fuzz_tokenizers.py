@@ -6,7 +6,7 @@ import random
 
 from by_hand import fuzz_tokenizers
 from jaxtrain.data import encode
-from jaxtrain.data.reading.records import Piece
+from jaxtrain.data.reading.records import TextPiece
 
 SIZES = [14_000, 7]
 
@@ -30,8 +30,8 @@ def test_a_text_that_is_cut_is_found(monkeypatch, tmp_path):
     def pieces_by_themselves(pieces):
         for piece in pieces:
             for at in range(0, len(piece.text), 1000):
-                yield Piece(piece.text[at : at + 1000], True, False, 0)
-            yield Piece("", True, piece.ends, 0)
+                yield TextPiece(piece.text[at : at + 1000], True, False, 0)
+            yield TextPiece("", True, piece.ends, 0)
 
     monkeypatch.setattr(encode, "_windows", pieces_by_themselves)
     errors = []

@@ -19,7 +19,7 @@ from support.damage import damage_numbers
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as command
-from jaxtrain.checkpoint import manifest, retention, steps, stores
+from jaxtrain.checkpoint import manifest, reading, retention, steps, stores
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.run import streams
@@ -38,7 +38,7 @@ def original(tmp_path_factory):
     saves = Checkpointer(
         folder / "checkpoints",
         stored_shapes(step.layout, step.optimizer),
-        command.Retention(5, best=1),
+        retention.Retention(5, best=1),
     )
     for number, value in ((3, 1), (6, 2)):
         state = jax.tree.map(
@@ -120,12 +120,12 @@ def test_verify_names_each_damaged_file(run, here):
             for name in ("_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA")
         ),
         "6: 3 damaged",
-        f"verified 1 step, {command.in_units(command.size_of(epath.Path(folder)))}: 6 damaged",
+        f"verified 1 step, {reading.in_units(stores.size_of(epath.Path(folder)))}: 6 damaged",
     ]
 
 
 def total(*folders) -> str:
-    return command.in_units(sum(command.size_of(epath.Path(folder)) for folder in folders))
+    return reading.in_units(sum(stores.size_of(epath.Path(folder)) for folder in folders))
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from jaxtrain.data import encode as module
 from jaxtrain.data.encode import encode
 from jaxtrain.data.marks import Marks
-from jaxtrain.data.reading.records import Piece
+from jaxtrain.data.reading.records import TextPiece
 from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer
 
 DTYPE = np.dtype("<u2")
 TEXTS = [f"the quick {'fox ' * (i % 13)}漢" if i % 5 else "" for i in range(200)]
-PIECES = [Piece(text, bool(i % 3), bool(i % 4), i) for i, text in enumerate(TEXTS)]
+PIECES = [TextPiece(text, bool(i % 3), bool(i % 4), i) for i, text in enumerate(TEXTS)]
 
 
 def expected(tokenizer):
@@ -86,7 +86,7 @@ def test_several_at_once_and_in_order(monkeypatch):
     def pieces():
         for i in range(40):
             read.append(i)
-            yield Piece(f"{'slow' if i % 8 == 0 else 'fast'} {i}", True, True, 1)
+            yield TextPiece(f"{'slow' if i % 8 == 0 else 'fast'} {i}", True, True, 1)
 
     stream = encode(pieces(), Counting(), DTYPE)
     first = next(stream)
@@ -133,7 +133,7 @@ def test_a_tokenizer_that_cannot_encode(tokenizer_file):
     }
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match=f"^data.tokenizer={path} cannot encode a text: .*"):
-        list(encode([Piece("dog", True, True, 3)], FileTokenizer(path), DTYPE))
+        list(encode([TextPiece("dog", True, True, 3)], FileTokenizer(path), DTYPE))
 
 
 # ---- texts in windows
@@ -196,11 +196,11 @@ def test_a_text_in_pieces_has_the_ids_of_the_whole(tmp_path, monkeypatch, name, 
     monkeypatch.setattr(module, "SHARED", 256)
     cuts = [*range(0, len(text), 700), len(text)]
     pieces = [
-        Piece("cat", True, True, 3),
-        *(Piece(text[a:b], True, False, b - a, goes_on=True) for a, b in zip(cuts, cuts[1:])),
-        Piece("", True, True, 0),
-        Piece("the", False, False, 3),
-        Piece("cat", True, True, 3),
+        TextPiece("cat", True, True, 3),
+        *(TextPiece(text[a:b], True, False, b - a, goes_on=True) for a, b in zip(cuts, cuts[1:])),
+        TextPiece("", True, True, 0),
+        TextPiece("the", False, False, 3),
+        TextPiece("cat", True, True, 3),
     ]
     parts = list(encode(pieces, tokenizer, DTYPE))
     documents = [["cat"], [text], ["the", "cat"]]
@@ -224,7 +224,7 @@ def test_a_text_that_no_place_divides(tmp_path, monkeypatch):
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json", Marks((), 1, (1,)))
     for name, value in (("TASK", 1000), ("SHARED", 256), ("LONGEST", 5000)):
         monkeypatch.setattr(module, name, value)
-    pieces = lambda text: [Piece(text, True, True, 1)]
+    pieces = lambda text: [TextPiece(text, True, True, 1)]
     (part,) = encode(pieces(text), tokenizer, DTYPE)
     assert part.ids[:-1].tolist() == made.encode(text).ids
     with pytest.raises(DataError, match="of 5,001 characters of a document .* at most 5,000 are"):

@@ -24,7 +24,7 @@ from jaxtrain.data import cache as caches
 from jaxtrain.data import encode, tokens
 from jaxtrain.data.reading import compressed, documents, json_text
 from jaxtrain.data.reading.records import File
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenizer import ByteTokenizer, tokenizer_from
 from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
 from jaxtrain.run.exit_status import ExitStatus
 
@@ -104,9 +104,7 @@ def test_tokenizers_file(config, write, tokenizer_file):
     ]
     assert (corpus.folder / "tokenizer.json").read_bytes() == file.read_bytes()
     assert bigram_entropy(corpus) is None
-    found = tokens.tokenizer_from(
-        json.loads((corpus.folder / "corpus.json").read_text())["tokenizer"]
-    )
+    found = tokenizer_from(json.loads((corpus.folder / "corpus.json").read_text())["tokenizer"])
     assert found.decode(documents_of(corpus)[1]) == "dog"
 
 

@@ -75,7 +75,7 @@ def test_numbers_come_back_and_no_name_is_left(opened):
 def test_blocks_are_aligned_and_do_not_overlap(opened):
     file, groups = opened
     offsets = sorted(
-        (offset, array._size(block))
+        (offset, array.size_in_file(block))
         for array in file.arrays.values()
         for block, offset in array.offsets.items()
     )

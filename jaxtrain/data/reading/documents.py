@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from jaxtrain.config.sources import FORMATS, File, Source
 from jaxtrain.data.reading.bad_records import BadRecord, Skipped
 from jaxtrain.data.reading.compressed import Reader
-from jaxtrain.data.reading.records import BYTE_ORDER_MARK, Piece, Pieces, Runs, not_utf8
+from jaxtrain.data.reading.records import BYTE_ORDER_MARK, Runs, TextPiece, TextPieces, not_utf8
 
 BLOCK = 1 << 20  # bytes of a text read at a time
 RENAME = "remove it, or let its name begin with _ or ."
@@ -37,7 +37,7 @@ def pieces(
     prompt_only: tuple[str, ...],
     scratch: pathlib.Path,
     skipped: Skipped | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """The documents of a source, piece by piece; a document may be cut anywhere, and its last piece
     ends it.
 
@@ -68,7 +68,7 @@ def pieces(
                 for _ in reader(file, runs, scratch):  # raises the error of its end, if it has one
                     pass
             for piece in reader(file, runs, scratch):
-                if isinstance(piece, Piece):
+                if isinstance(piece, TextPiece):
                     any_read = any_read or format.holds == "records"
                     count += piece.ends
                     yield piece
@@ -94,7 +94,7 @@ def unreadable_file(paths: Sequence[str]) -> BadRecord:
     return BadRecord(paths[0], f"{what}{_others(paths)}", RENAME)
 
 
-def read_text(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
+def read_text(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The pieces of a text file: one document, whose text goes on from piece to piece."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines, characters = 0, 0
@@ -112,11 +112,11 @@ def read_text(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
             characters += len(text)
             if not block:
                 break
-            yield Piece(text, True, False, stream.taken(), goes_on=True)
+            yield TextPiece(text, True, False, stream.taken(), goes_on=True)
             block = stream.read(BLOCK)
     if not characters:
         raise _is_empty(file.path)
-    yield Piece("", True, True, 0)
+    yield TextPiece("", True, True, 0)
 
 
 def _others(paths: Sequence[str]) -> str:
@@ -127,11 +127,11 @@ def _is_empty(path: str, others: str = "") -> BadRecord:
     return BadRecord(f"{path}:1", f"the file is empty{others}", RENAME)
 
 
-def read_python(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
+def read_python(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The piece of a source of the library; none for one that is empty, or not UTF-8."""
     try:
         text = pathlib.Path(file.path).read_bytes().removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError:
         return  # a few of the library's sources are in other encodings on purpose
     if text:
-        yield Piece(text, True, True, file.size)
+        yield TextPiece(text, True, True, file.size)

@@ -98,12 +98,9 @@ class JsonText:
         where = self.where
         try:
             yield where, *self.value()
+            return
         except BadRecord as bad:
             yield bad
-            self._pass_over(where)
-
-    def _pass_over(self, where: str) -> None:
-        """Moves behind the value that begins here."""
         depth, quoted = 0, False
         while True:
             match = (IN_QUOTES if quoted else OUTSIDE).search(self._text, self._at)

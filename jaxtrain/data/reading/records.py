@@ -38,7 +38,7 @@ MISSING = object()
 Runs = list[tuple[bool, tuple[str, ...]]]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document.
 
     counts: True if its tokens count in the loss.
@@ -54,13 +54,13 @@ class Piece(NamedTuple):
     goes_on: bool = False
 
 
-Pieces = Iterator[Piece | BadRecord]
+TextPieces = Iterator[TextPiece | BadRecord]
 
 
 # --- JSONL ----------------------------------------------------------------------------------------
 
 
-def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
+def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a JSONL file."""
     with Reader(file.path) as stream:
         yield from _documents(_lines(stream, file.path), "a line", runs, stream)
@@ -88,7 +88,7 @@ def _parse(line: bytes, where: str) -> JsonValue:
         return BadRecord(where, f"JSON that cannot be read: {str(error).splitlines()[0]}")
 
 
-def _documents(entries: Iterator[JsonValue], what: str, runs: Runs, stream: Reader) -> Pieces:
+def _documents(entries: Iterator[JsonValue], what: str, runs: Runs, stream: Reader) -> TextPieces:
     """The pieces of values that must be objects, and the errors of those that are bad. what: a
     value, in words"""
     for entry in entries:
@@ -96,12 +96,19 @@ def _documents(entries: Iterator[JsonValue], what: str, runs: Runs, stream: Read
             if isinstance(entry, BadRecord):
                 raise entry
             where, text, record = entry
-            _check_bytes(text, where)
+            text.encode()  # fails where a byte of the file was not UTF-8
             if not isinstance(record, dict):
                 raise BadRecord(where, f"{what} must be a JSON object, not {_kind(record)}")
             document = list(_document(record, runs, where, stream.taken()))
-            if "\\u" in text:
-                _check_surrogates(document, where)
+            # Half of a surrogate pair has no encoding, and only an escape can bring it into
+            # decoded UTF-8.
+            if "\\u" in text and any(SURROGATE.search(piece.text) for piece in document):
+                raise BadRecord(
+                    where, "half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+                )
+        except UnicodeEncodeError as error:
+            # JsonText has decoded a byte that is not UTF-8 to a lone surrogate.
+            yield not_utf8(where, ord(text[error.start]) - 0xDC00, "invalid byte")
         except BadRecord as bad:
             yield bad
         else:
@@ -117,19 +124,10 @@ def not_utf8(where: str, byte: int, reason: str) -> BadRecord:
     )
 
 
-def _check_surrogates(document: list[Piece], where: str) -> None:
-    """Raises BadRecord for half of a surrogate pair. It has no encoding, and only an escape can
-    bring it into decoded UTF-8."""
-    if any(SURROGATE.search(piece.text) for piece in document):
-        raise BadRecord(
-            where, "half of a surrogate pair (\\ud800 to \\udfff), which is no character"
-        )
-
-
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def read_json(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
+def read_json(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a JSON file: a list of them, or one, or several, one after the other."""
     if _has_records_as_lines(file.path):
         yield from read_jsonl(file, runs, scratch)
@@ -162,18 +160,10 @@ def _has_records_as_lines(path: str) -> bool:
         return "\n" not in raw and not text.rest_of_line.strip()
 
 
-def _check_bytes(raw: str, where: str) -> None:
-    """Raises BadRecord for text with a byte that was not UTF-8."""
-    try:
-        raw.encode()
-    except UnicodeEncodeError as error:
-        raise not_utf8(where, ord(raw[error.start]) - 0xDC00, "invalid byte") from error
-
-
 # --- Parquet --------------------------------------------------------------------------------------
 
 
-def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
+def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a Parquet file. A compressed one is decompressed into `scratch` before, since
     its parts are not read in their order."""
     if not is_compressed(file.path):
@@ -184,7 +174,7 @@ def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
         yield from _rows(file, pathlib.Path(plain.name), runs)
 
 
-def _rows(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
+def _rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
     """The records of a Parquet file, which lies at `path`, decompressed. If a page is damaged, the
     rest of its row group is lost."""
     # Half a second to import, and needed by few: not at the top.
@@ -218,7 +208,7 @@ def _records(batch: Any) -> list[Any]:
         return [batch.slice(row, 1) for row in range(len(batch))]
 
 
-def _row(record: Any, runs: Runs, where: str, size: int) -> Pieces:
+def _row(record: Any, runs: Runs, where: str, size: int) -> TextPieces:
     """The pieces of a record, or the error of a bad one."""
     try:
         (record,) = [record] if isinstance(record, dict) else record.to_pylist()
@@ -287,13 +277,13 @@ def _columns(path: str, parquet: Any, runs: Runs) -> list[str]:
 # --- fields ---------------------------------------------------------------------------------------
 
 
-def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> Iterator[Piece]:
+def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> Iterator[TextPiece]:
     """The pieces of one record: one for each run of fields with the same mask. A record without any
     text is no document."""
     texts = ["".join(_text_of(record, name, runs, where) for name in names) for _, names in runs]
     if any(texts):
         for i, (text, (counts, _)) in enumerate(zip(texts, runs, strict=True), 1):
-            yield Piece(text, counts, i == len(runs), size if i == len(runs) else 0)
+            yield TextPiece(text, counts, i == len(runs), size if i == len(runs) else 0)
 
 
 def _text_of(record: dict[str, Any], name: str, runs: Runs, where: str) -> str:
