@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ModelConfig, ResolvedModel
 from jaxtrain.hf.fields import Fields
 
 Settings = dict[str, Any]
@@ -147,7 +146,7 @@ def _read_object(fields: Fields, name: str, rope: Rope, longest: int, head: int 
 
 def _read_parameter(inner: Fields, key: str, parameter: ScalingParameter) -> Settings:
     """The setting of a scaling's parameter; nothing where the default stands."""
-    if type(getattr(ModelConfig(), parameter.setting)) is bool:
+    if type(getattr(cfg.ModelConfig(), parameter.setting)) is bool:
         return {parameter.setting: inner.require(key, [True, False])}
     if parameter.needed:
         return {parameter.setting: inner.number(key)}
@@ -157,7 +156,7 @@ def _read_parameter(inner: Fields, key: str, parameter: ScalingParameter) -> Set
     return {parameter.setting: inner.number(key)}
 
 
-def write_rope(model: ResolvedModel, length: int, part: float | None = None) -> Settings:
+def write_rope(model: cfg.ResolvedModel, length: int, part: float | None = None) -> Settings:
     """The fields of a model's rotary positions, in both forms.
 
     length: tokens of its longest sequence; part: the rotated fraction of a head; None: the family
@@ -169,7 +168,7 @@ def write_rope(model: ResolvedModel, length: int, part: float | None = None) -> 
         for key, parameter in SCALINGS[kind].items()
         if parameter.needed
         or key == LENGTH
-        or getattr(model, parameter.setting) != getattr(ModelConfig(), parameter.setting)
+        or getattr(model, parameter.setting) != getattr(cfg.ModelConfig(), parameter.setting)
     }
     partial = {} if part is None else {"partial_rotary_factor": part}
     older = {"rope_scaling": {"rope_type": kind} | scaling} if scaling else {}

@@ -35,8 +35,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from jaxtrain import cli
-from jaxtrain.config import shown
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import UsageError, shown
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.sizes import GPU_MEMORY
 from jaxtrain.devices.startup import start_jax, unused_accelerator

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search import layout_flag
@@ -20,10 +19,9 @@ from jaxtrain.planner.search.heterogeneous import HeterogeneousPlan
 from jaxtrain.planner.search.predict import SHORTENED, PlannedTable, Prediction
 from jaxtrain.planner.search.validation import KEYS
 from jaxtrain.schedule import drawing
-from jaxtrain.schedule.drawing import PARTS, stacked_bars
 
 WAITING = "waiting, and what is outside the table"
-COLOURS = PARTS | {WAITING: PARTS["bubble"]}
+COLOURS = drawing.PARTS | {WAITING: drawing.PARTS["bubble"]}
 
 
 class Bar(NamedTuple):
@@ -100,8 +98,8 @@ def png(bars: Sequence[Bar], title: str, below_axis: str = "") -> bytes:
     above, below = figure.subplots(2, 1, sharex=True)
     above.set_ylabel("GiB of the fullest device")
     below.set(ylabel="seconds of a step", xlabel=below_axis)
-    stacked_bars(above, range(count), [bar.gib for bar in bars], WIDTH, COLOURS)
-    stacked_bars(below, range(count), [bar.seconds for bar in bars], WIDTH, COLOURS)
+    drawing.stacked_bars(above, range(count), [bar.gib for bar in bars], WIDTH, COLOURS)
+    drawing.stacked_bars(below, range(count), [bar.seconds for bar in bars], WIDTH, COLOURS)
     above.hlines(
         [bar.capacity for bar in bars],
         [i - 0.5 for i in range(count)],
@@ -155,7 +153,7 @@ def page(
     figures: Mapping[str, Any],
     cells: Sequence[Sequence[str]],
     bars: Sequence[Bar],
-    config: ResolvedConfig | None,
+    config: cfg.ResolvedConfig | None,
     lines: Sequence[str],
     train: Sequence[str],
 ) -> bytes:
@@ -219,7 +217,7 @@ def _bar(parts: Mapping[str, float], most: float, end: float = 0.0) -> str:
     return f'<div class="bar">{"".join([*pieces, *mark])}</div>'
 
 
-def _schedule(config: ResolvedConfig | None) -> str:
+def _schedule(config: cfg.ResolvedConfig | None) -> str:
     """The first rounds of a step's table, as HTML."""
     if config is None or config.mesh.stage == 1:
         return "<p>One stage, or a framework whose tables are its own: nothing is drawn.</p>"

@@ -44,8 +44,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxtrain.config import kernels
-from jaxtrain.config.errors import UsageError, shown
+from jaxtrain.config import UsageError, kernels, shown
 from jaxtrain.config.sizes import gpu_memory
 
 T = TypeVar("T")

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ConfigError, ResolvedConfig, one_line
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import ConfigError, ResolvedConfig, UsageError, one_line
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
 from jaxtrain.config.rules import checks
