@@ -10,6 +10,7 @@ from jaxtrain.hf.entries import (
     Number,
     Only,
     RotaryPositions,
+    Settings,
     TableEntry,
     WholeHeads,
     Window,
@@ -17,7 +18,6 @@ from jaxtrain.hf.entries import (
 from jaxtrain.hf.families.deepseek_v3 import LATENT
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.rope_parameters import Settings
 
 LONGEST = 2048
 GREEDY, LIMITED = "greedy", "group_limited_greedy"

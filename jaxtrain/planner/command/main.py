@@ -242,8 +242,7 @@ def _plans(
     tokens = flags.tokens or None
     if flags.layout:
         config = _laid_out(space, flags.layout)
-        resolved = config.resolve()
-        return config, [exactly(predict(resolved, space.hardware, flags.assume, tokens))]
+        return config, [exactly(predict(config.resolve(), space.hardware, flags.assume, tokens))]
     space = _with_devices(space)
     if flags.refused:
         layout_search.check_fits(space)

@@ -223,8 +223,7 @@ def _schedule(config: cfg.ResolvedConfig | None) -> str:
         return "<p>One stage, or a framework whose tables are its own: nothing is drawn.</p>"
     count, few = config.pipeline.microbatches, ROUNDS * config.mesh.stage
     shown = min(count, few) if config.pipeline.schedule in SHORTENED else count
-    shortened = cfg.replace(config, {"pipeline.microbatches": shown}).resolve()
-    setup = PlannedTable(shortened).setup
+    setup = PlannedTable(cfg.replace(config, {"pipeline.microbatches": shown}).resolve()).setup
     picture = drawing.svg(setup.table, setup.simulation().timeline_coupled, setup.table.name)
     return (
         f'<p class="soft">{shown} of the {count} microbatches of a step, by the exact clock</p>'

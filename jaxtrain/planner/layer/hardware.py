@@ -260,8 +260,7 @@ def load(name: str) -> Hardware:
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
     """A file's object with the figures of the kind that it is like. Raises ValueError for an
     unknown key, and where no kind has that name."""
-    names = (field.name for field in dataclasses.fields(Hardware))
-    _check_keys(values, (*names, "like"), "")
+    _check_keys(values, (*(field.name for field in dataclasses.fields(Hardware)), "like"), "")
     if "like" not in values:
         return values
     name = values["like"]

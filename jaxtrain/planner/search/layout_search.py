@@ -277,8 +277,7 @@ def least_memory(space: Space, enough: float = 0.0) -> tuple[float, Layout] | No
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
         for layout in _tables(work.on(smallest)):
-            tried = work.on(layout)
-            size = memory(tried, space.config.model.loss_chunk).bytes
+            size = memory(work.on(layout), space.config.model.loss_chunk).bytes
             if not least or size < least[0]:
                 least = size, layout
             if size <= enough:

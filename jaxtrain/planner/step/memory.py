@@ -202,8 +202,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
         "layer_input": residuals * layout.saves_inputs,
         **dict(zip(SAVED, (residuals, residuals, stashes), strict=True)),
     }
-    shared = step.settings.vocabulary_parallel
-    return SlotCounts(pools, layers, stored, shared, saved_layers=saved)
+    return SlotCounts(pools, layers, stored, step.settings.vocabulary_parallel, saved_layers=saved)
 
 
 def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepModel | None:
@@ -216,8 +215,7 @@ def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepM
 
     def recomputing(layers: int) -> StepModel:
         every = layers == max(units) or mode == "none"
-        layout = step.layout.with_remat(mode if every else f"{mode}:{layers}")
-        return step.on(layout)
+        return step.on(step.layout.with_remat(mode if every else f"{mode}:{layers}"))
 
     fits = lambda layers: memory(recomputing(layers), loss_chunk, enough=capacity).bytes <= capacity
     if not fits(most := max(units)):
@@ -361,8 +359,7 @@ def _of_gateway(step: StepModel) -> float:
     model, nodes = step.model, step.layout.expert_nodes
     if not model.experts or nodes == 1:
         return 0.0
-    rows = nodes * step.tokens + sent_by_gateway(model, step.layout)
-    return step.item * model.width * rows
+    return step.item * model.width * (nodes * step.tokens + sent_by_gateway(model, step.layout))
 
 
 def _widest(step: StepModel) -> float:

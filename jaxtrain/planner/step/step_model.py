@@ -192,8 +192,7 @@ def settings_of(
     wanted, backward = config.model.attention_kernel, settings.attention_backward
     chosen = kernels.attention_kernel(case, wanted).kernel if assume == OURS else ""
     if chosen == kernels.SPLASH:
-        splash = kernels.backward_of_splash(case, config.model.attention_backward)
-        backward = splash.products / 2
+        backward = kernels.backward_of_splash(case, config.model.attention_backward).products / 2
     # not on CPUs: what a file of `--calibrate` has for attention was measured in plain XLA
     plain = wanted == kernels.XLA or (chosen == kernels.XLA and hardware.platform != kernels.CPU)
     return dataclasses.replace(
