@@ -43,10 +43,6 @@ READ_BYTES = 8 * 2**20  # of a tensor's rows that are read at a time, or one row
 ReadProgress = Callable[[int, int], object]  # (steps done, all steps)
 
 
-def silent(done: int, total: int) -> None:
-    """The progress that nobody sees."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class PublishedWeights:
     """The tensors of a published model, by the family's names; their headers were checked.
@@ -210,7 +206,9 @@ def check_copies(weights: PublishedWeights) -> None:
             raise HfError(f"{place} differs from {table}, which the model uses in its place")
 
 
-def check_numbers(weights: PublishedWeights, progress: ReadProgress = silent) -> None:
+def check_numbers(
+    weights: PublishedWeights, progress: ReadProgress = lambda done, total: None
+) -> None:
     """Reads every number. Raises HfError, which names file and tensor, for those that are not
     finite, and as `check_copies`."""
     for number, tensor in enumerate(weights.tensors, 1):
@@ -243,11 +241,8 @@ class PublishedArray:
                 covered = rule.covers(window[depth:])
                 if all(covered):
                     inside: Any = (..., *place, *_inside(covered, window[depth:]))
-                    self._read_rule(rule, covered, target[inside])
-
-    def _read_rule(self, rule: TensorRule, window: TensorRegion, target: np.ndarray) -> None:
-        for region, numbers in self.weights.blocks(rule.tensor, rule.source(window)):
-            rule.store(numbers, region, target, window)
+                    for region, numbers in self.weights.blocks(rule.tensor, rule.source(covered)):
+                        rule.store(numbers, region, target[inside], covered)
 
 
 def _inside(part: TensorRegion, window: TensorRegion) -> tuple[slice, ...]:
@@ -274,7 +269,7 @@ def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
 
 
 def state_on_devices(
-    weights: PublishedWeights, step: Step, progress: ReadProgress = silent
+    weights: PublishedWeights, step: Step, progress: ReadProgress = lambda done, total: None
 ) -> TrainState:
     """The stored part of the state before its first step, on the devices of a run. Each process
     reads what its devices hold. Raises HfError as `PublishedWeights.blocks`."""

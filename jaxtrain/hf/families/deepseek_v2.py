@@ -6,8 +6,8 @@ from jaxtrain.config import ResolvedModel
 from jaxtrain.hf.entries import (
     DenseLayers,
     Fixed,
+    Float,
     Integer,
-    Number,
     Only,
     RotaryPositions,
     Settings,
@@ -61,7 +61,7 @@ FAMILY = Family(
         Integer("num_experts_per_tok", "experts_per_token"),
         Integer("n_shared_experts", "shared_experts", 2, least=0),
         Groups(),
-        Number("routed_scaling_factor", "router_scale", 1.0),
+        Float("routed_scaling_factor", "router_scale", 1.0),
         Fixed(
             {
                 "router": "softmax",

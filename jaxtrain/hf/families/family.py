@@ -9,8 +9,8 @@ import numpy as np
 from jaxtrain.config import ModelConfig, ResolvedModel
 from jaxtrain.hf.entries import (
     Fixed,
+    Float,
     Integer,
-    Number,
     Only,
     PassedOver,
     RemoteCode,
@@ -133,8 +133,8 @@ def decoder(
         Integer("hidden_size", "width", width),
         Integer("num_hidden_layers", "layers", layers),
         Integer("num_attention_heads", "heads", heads),
-        Number("rms_norm_eps", "norm_epsilon", epsilon),
-        Number("initializer_range", "init_std", 0.02),
+        Float("rms_norm_eps", "norm_epsilon", epsilon),
+        Float("initializer_range", "init_std", 0.02),
         Switch("tie_word_embeddings", "tied_embeddings", tied),
         Only("hidden_act", ("silu", "swish")),
         PassedOver(("pretraining_tp", "max_window_layers")),
@@ -245,7 +245,9 @@ def _layer(
     if experts:
         yield from _experts(model, experts, tensors, f"{arrays}/mlp", index)
     else:
-        yield from _mlp(model, f"{tensors}.mlp", f"{arrays}/mlp", index)
+        for part in ("gate", "up", "down"):
+            names = f"{tensors}.mlp.{part}_proj", f"{arrays}/mlp/{part}"
+            yield from _matrix(*names, index, "mlp" in model.biases)
 
 
 def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iterator[TensorRule]:
@@ -307,14 +309,6 @@ def _halves(size: int, interleaved: bool) -> np.ndarray:
     """The order in which the columns of pairs (0, 1), (2, 3), … become two halves."""
     order = np.arange(size)
     return np.concatenate([order[::2], order[1::2]]) if interleaved else order
-
-
-def _mlp(
-    model: ResolvedModel, tensors: str, arrays: str, index: tuple[int, ...]
-) -> Iterator[TensorRule]:
-    for part in ("gate", "up", "down"):
-        bias = "mlp" in model.biases
-        yield from _matrix(f"{tensors}.{part}_proj", f"{arrays}/{part}", index, bias)
 
 
 def _experts(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxtrain.config.sizes import OUTER_BLOCK
-from jaxtrain.planner.layer.layer_collectives import LayerCollectives
+from jaxtrain.planner.layer.layer_collectives import LayerOpCollectives
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import (
     EXCHANGE,
@@ -61,7 +61,7 @@ class Parameters(NamedTuple):
         return bool(self.shard) and (others or self.as_zero3)
 
 
-class StepCollectives(LayerCollectives):
+class StepCollectives(LayerOpCollectives):
     """The collectives of a model's step with a layout."""
 
     # ------------------------------------------- embedding and head (runtime/embedding_and_head.py)

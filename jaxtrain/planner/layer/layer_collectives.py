@@ -266,7 +266,7 @@ class ExpertCollectives(Activations):
         return again(ROUTED) and (self.settings.fp8 or again(MLP_IN))
 
 
-class LayerCollectives(ExpertCollectives):
+class LayerOpCollectives(ExpertCollectives):
     """The collectives of a layer (models/)."""
 
     def layer(

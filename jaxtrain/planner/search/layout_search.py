@@ -335,7 +335,9 @@ def meshes(space: Space) -> Iterator[Layout]:
     for model, context, expert in itertools.product(models, contexts, experts):
         inside = Layout(model=model, context=context, expert=expert, replica=replicas)
         outside, rest = divmod(n, model * context * expert)
-        if rest or not _cuts_evenly(space, inside):
+        # the rules that are left where the shards divide the batch
+        evenly = cfg.replace(space.config, {"data.batch_size": inside.batch_shards})
+        if rest or not _keeps_rules(dataclasses.replace(space, config=evenly), inside):
             continue
         for stage in (size for size in divisors(outside) if size <= m.layers):
             shards = outside // stage
@@ -343,30 +345,20 @@ def meshes(space: Space) -> Iterator[Layout]:
                 mesh = dataclasses.replace(inside, data=shards // replicas, stage=stage)
                 ends, pipeline = space.config.parallel.ends, space.config.pipeline
                 sharded = ends == "auto" and cfg.shards_ends(m, stage, pipeline)
+                # Nodes of experts are the islands over which these lie; with one device of
+                # `expert` on each, tokens do not go to nodes first.
+                nodes = Links(mesh, space.hardware).islands(EXPERT)
+                in_two_steps = space.config.parallel.expert_nodes > 1 and nodes < mesh.expert
                 yield dataclasses.replace(
                     mesh,
-                    expert_nodes=_nodes(space, mesh),
+                    expert_nodes=nodes if in_two_steps else 1,
                     shards_ends=sharded or ends == "sharded",
                 )
-
-
-def _nodes(space: Space, mesh: Layout) -> int:
-    """The islands over which experts lie, if tokens of the request go to nodes first; otherwise, or
-    with one device of `expert` on each, 1."""
-    nodes = Links(mesh, space.hardware).islands(EXPERT)
-    in_two_steps = space.config.parallel.expert_nodes > 1 and nodes < mesh.expert
-    return nodes if in_two_steps else 1
 
 
 def _replicas(space: Space) -> int:
     """The number of independent replicas, which does not change the speed; 1 without these."""
     return max(1, space.config.mesh.replica) if space.config.train.diloco_inner_steps else 1
-
-
-def _cuts_evenly(space: Space, layout: Layout) -> bool:
-    """True if the layout keeps the rules with a batch that its shards divide."""
-    config = cfg.replace(space.config, {"data.batch_size": layout.batch_shards})
-    return _keeps_rules(dataclasses.replace(space, config=config), layout)
 
 
 def _tables(work: StepModel) -> Iterator[Layout]:

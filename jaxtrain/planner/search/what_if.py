@@ -31,7 +31,6 @@ from jaxtrain.planner.search import compare, layout_flag
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import step_model_of
-from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.run.files import CONFIG_FILE, PLANNED, read_json
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
@@ -73,8 +72,12 @@ def single_changes(prediction: Prediction) -> list[Change]:
     environment = checks.Environment(
         work.layout.devices, work.hardware.platform, config, is_ours=work.settings.ours
     )
-    candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
-    for settings in (*candidates, *_nodes_of_experts(work)):
+    candidates = [*_candidates(config.mesh, config.pipeline, config.parallel.zero)]
+    nodes = work.links.islands(EXPERT)
+    if 1 < nodes < work.layout.expert and nodes != work.layout.expert_nodes:
+        # the islands that `expert` spans as nodes, to which tokens go once
+        candidates.append({"parallel.expert_nodes": nodes})
+    for settings in candidates:
         changed = cfg.replace(config, settings)
         if checks.first_violation(changed, environment):
             continue
@@ -128,13 +131,6 @@ def _candidates(
         if size % 2 == 0:
             sizes = {f"mesh.{halved}": size // 2, f"mesh.{doubled}": 2 * getattr(mesh, doubled)}
             yield sizes | {"pipeline.repeats": 0}
-
-
-def _nodes_of_experts(work: StepModel) -> Iterator[dict[str, Any]]:
-    """The islands that `expert` spans as nodes, to which tokens go once."""
-    layout, nodes = work.layout, work.links.islands(EXPERT)
-    if 1 < nodes < layout.expert and nodes != layout.expert_nodes:
-        yield {"parallel.expert_nodes": nodes}
 
 
 # --- memory that was not there --------------------------------------------------------------------

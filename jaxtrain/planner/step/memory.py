@@ -123,7 +123,12 @@ def memory(
     # Without masters other frameworks quantize a layer's weights as it is gathered.
     if settings.fp8 and (settings.ours or settings.master_bytes):
         of_ends = 1.0 if held.sharded_ends is None else held.sharded_ends / held.ends
-        products = held.layers + of_ends * _products_at_ends(step)
+        # parameters before and after a device's layers that multiply in FP8
+        model = step.model
+        at_ends = model.dense_layers * step.layer_parameters(True) + model.mtp_depth * (
+            step.layer_parameters() + 2 * model.width**2
+        )
+        products = held.layers + of_ends * at_ends
         # Megatron's masters are beside parameters of the format that is gathered.
         stored = cast if settings.ours else settings.weight_bytes
         quantized = (numbers - stored * (settings.format.sent < ITEM)) * products
@@ -161,14 +166,6 @@ def memory(
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     parts |= {"activations": activations, "working": working, "logits": max(0.0, head - working)}
     return MemoryBreakdown(parts, pools)
-
-
-def _products_at_ends(step: StepModel) -> float:
-    """Parameters before and after a device's layers that multiply in FP8."""
-    model = step.model
-    return model.dense_layers * step.layer_parameters(True) + model.mtp_depth * (
-        step.layer_parameters() + 2 * model.width**2
-    )
 
 
 # --- our own runtime ----------------------------------------------------------------------------
