@@ -11,7 +11,6 @@ Nothing is compiled: jax traces layers, for which it needs no device.
 import contextlib
 import dataclasses
 import difflib
-import functools
 import gc
 import importlib
 import itertools
@@ -19,7 +18,7 @@ import json
 import math
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli
@@ -206,24 +205,17 @@ def planned(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config
     if laid_out is None:
         return Output([])
     best, cells = plans[0], table(plans)
-    figures = _with_notes(best.figures(), space.config, laid_out, kind)
-    caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
-    lines = lambda: explained(best, flags.price, flags.kwh_price)
-    pictures = {
-        "png": lambda title, _: picture.png(picture.of_layouts(plans), title),
-        "html": lambda title, train: picture.page(
-            title,
-            figures,
-            cells,
-            picture.of_layouts(plans),
-            with_op_times(best.config, best.work) if best.work.settings.ours else None,
-            lines(),
-            train,
-        ),
-    }
-    compared = [*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else []
-    devices, text = f"{best.work.layout.devices:,} × {kind.name}", lambda: [*compared, *lines()]
-    return _output(flags, laid_out, recipe, kind, devices, caution, figures, text, pictures)
+    report = picture.PlanReport(
+        _with_notes(best.figures(), space.config, laid_out, kind),
+        devices=f"{best.work.layout.devices:,} × {kind.name}",
+        caution=NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits),
+        cells=cells,
+        bars=picture.of_layouts(plans),
+        drawn=with_op_times(best.config, best.work) if best.work.settings.ours else None,
+        lines=lambda: explained(best, flags.price, flags.kwh_price),
+        heading=[*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else (),
+    )
+    return _output(flags, laid_out, recipe, kind, report)
 
 
 def plans(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> list[Prediction]:
@@ -243,7 +235,15 @@ def _plans(
     if flags.layout:
         config = _laid_out(space, flags.layout)
         return config, [exactly(predict(config.resolve(), space.hardware, flags.assume, tokens))]
-    space = _with_devices(space)
+    if not space.devices:  # those of the recipe's mesh
+        sizes = [getattr(space.config.mesh, axis) for axis in AXES]
+        known = [size for size in sizes if isinstance(size, int) and size > 0]
+        if len(known) < len(sizes):
+            raise cfg.UsageError(
+                "--devices is not given, and the recipe's mesh leaves the number open",
+                {"devices": math.prod(known)},
+            )
+        space = dataclasses.replace(space, devices=math.prod(sizes))
     if flags.refused:
         layout_search.check_fits(space)
         return None, []
@@ -297,21 +297,19 @@ def _planned_groups(flags: types.SimpleNamespace, config: cfg.Config, recipe: cf
         raise refused(
             f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
         ) from None
-    figures = _with_notes(
-        plan.figures(flags.tokens or None), space.config, laid_out, groups[0].hardware
-    )
     chunks = {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}
-    lines, bars = heterogeneous.describe(plan, flags.tokens), picture.of_groups(plan)
-    pictures = {
-        "png": lambda title, _: picture.png(bars, title, "stage (its layers)"),
-        "html": lambda title, train: picture.page(
-            title, figures, plan.table(), bars, plan.config, lines, train
-        ),
-    }
-    caution = ONE_KIND * (len(groups) > 1) + UNFIT * (not plan.fits)
-    trained, kind = cfg.replace(laid_out, chunks), groups[0].hardware
-    devices = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in groups)
-    return _output(flags, trained, recipe, kind, devices, caution, figures, lambda: lines, pictures)
+    kind, figures = groups[0].hardware, plan.figures(flags.tokens or None)
+    report = picture.PlanReport(
+        _with_notes(figures, space.config, laid_out, kind),
+        devices=" and ".join(f"{group.devices:,} × {group.hardware.name}" for group in groups),
+        caution=ONE_KIND * (len(groups) > 1) + UNFIT * (not plan.fits),
+        cells=plan.table(),
+        bars=picture.of_groups(plan),
+        drawn=plan.config,
+        lines=lambda: heterogeneous.describe(plan, flags.tokens),
+        below_axis="stage (its layers)",
+    )
+    return _output(flags, cfg.replace(laid_out, chunks), recipe, kind, report)
 
 
 def _with_notes(
@@ -341,23 +339,17 @@ def _output(
     config: cfg.Config,
     recipe: cfg.Config,
     kind: hardware.Hardware,
-    devices: str,
-    caution: str,
-    figures: Mapping[str, Any],
-    lines: Callable[[], list[str]],
-    pictures: Mapping[str, Callable[[str, list[str]], bytes]],
+    report: picture.PlanReport,
 ) -> Output:
     """The output of a plan: its figures or its lines, its command, and the requested files. The
     command and the recipe have steps for --tokens, and placeholders for what only the user knows.
 
     config:  of the plan, to be trained
     kind:    of the devices; of groups the first one's
-    caution: how the command does not do what was planned, to be read after "to train it"
-    pictures: by their flag: makes the file from a title and the lines of the command
 
     Raises ConfigError if so many steps break a rule.
     """
-    files, name = {}, f"{_name(flags, config, recipe)}, on {devices}"
+    files, name = {}, f"{_name(flags, config, recipe)}, on {report.devices}"
     size = config.data.batch_size * config.data.sequence_length
     steps = math.ceil(flags.tokens / size) or config.train.steps
     changes = {**default_corpus(config), "train.steps": steps}
@@ -373,18 +365,24 @@ def _output(
     if flags.recipe:
         files[flags.recipe] = recipe_text(config, f"{name}, as planned.").encode()
     command = None if cannot else _command(flags, config, recipe, kind)
-    train = [*(f"note: {note}" for note in figures["notes"]), f"no command trains it: {cannot}"]
+    train = [
+        *(f"note: {note}" for note in report.figures["notes"]),
+        f"no command trains it: {cannot}",
+    ]
     if command:
         train[-1:] = [
-            f"to train it{caution}, {steps:,} steps of {size:,} tokens, filling in each YOUR_…:",
+            f"to train it{report.caution}, {steps:,} steps of {size:,} tokens, filling in each "
+            "YOUR_…:",
             *[ELSEWHERE] * (PROCESSES in command),
             f"  {command}",
         ]
-    for flag in filter(functools.partial(getattr, flags), pictures):
-        files[getattr(flags, flag)] = pictures[flag](f"{name}, as planned", train)
+    if flags.png:
+        files[flags.png] = picture.png(report.bars, f"{name}, as planned", report.below_axis)
+    if flags.html:
+        files[flags.html] = picture.page(f"{name}, as planned", report, train)
     if flags.json:
-        return Output([json.dumps({**figures, "command": command})], files)
-    return Output([*lines(), *train], files)
+        return Output([json.dumps({**report.figures, "command": command})], files)
+    return Output([*report.heading, *report.lines(), *train], files)
 
 
 def _command(
@@ -481,21 +479,6 @@ def _laid_out(space: layout_search.Space, text: str) -> cfg.MeshedConfig:
         None, space.hardware.platform, space.recipe, is_ours=space.assume == OURS
     )
     return layout_flag.laid_out(space.config, values, known)
-
-
-def _with_devices(space: layout_search.Space) -> layout_search.Space:
-    """The space with the devices of the recipe's mesh, if no number is given. Raises UsageError if
-    the mesh leaves it open."""
-    if space.devices:
-        return space
-    sizes = [getattr(space.config.mesh, axis) for axis in AXES]
-    known = [size for size in sizes if isinstance(size, int) and size > 0]
-    if len(known) < len(sizes):
-        raise cfg.UsageError(
-            "--devices is not given, and the recipe's mesh leaves the number open",
-            {"devices": math.prod(known)},
-        )
-    return dataclasses.replace(space, devices=math.prod(sizes))
 
 
 def _name(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> str:

@@ -2,12 +2,13 @@
 the devices are of several kinds. `--png` draws them, `--html` puts them into a page, by the
 template page.html, that needs nothing else. No jax."""
 
+import dataclasses
 import html
 import pathlib
 import re
 import string
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain import config as cfg
@@ -34,6 +35,32 @@ class Bar(NamedTuple):
     gib: Mapping[str, float]
     capacity: float
     seconds: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """A plan, as the command prints and draws it.
+
+    figures: the object that --json prints
+    devices: in words
+    caution: how the command does not do what was planned, to be read after "to train it"
+    cells:   of a table, the first line with the columns' names
+    bars:    of the other lines of the table, for its columns GiB and seconds
+    below_axis: what the names of the bars are
+    drawn:   the config whose schedule the page has; None for another framework's
+    heading: lines of text before the others, which the page does not have
+    lines:   makes the text, as CARD takes it
+    """
+
+    figures: Mapping[str, Any]
+    devices: str
+    caution: str
+    cells: Sequence[Sequence[str]]
+    bars: Sequence[Bar]
+    drawn: cfg.ResolvedConfig | None
+    lines: Callable[[], list[str]]
+    heading: Sequence[str] = ()
+    below_axis: str = ""
 
 
 def of_layouts(predictions: Sequence[Prediction]) -> list[Bar]:
@@ -148,24 +175,9 @@ CARD = re.compile(r"^(\S[^:\n]*): ?(.*)((?:\n .*)*)\n?", re.MULTILINE)
 SECTION = r"<section><h3>\1</h3><p>\2</p><pre>\3</pre></section>"
 
 
-def page(
-    title: str,
-    figures: Mapping[str, Any],
-    cells: Sequence[Sequence[str]],
-    bars: Sequence[Bar],
-    config: cfg.ResolvedConfig | None,
-    lines: Sequence[str],
-    train: Sequence[str],
-) -> bytes:
-    """The page of a plan.
-
-    figures: the object that --json prints
-    cells:   of a table, the first line with the columns' names
-    bars:    of the other lines of the table, for its columns GiB and seconds
-    config:  whose schedule is drawn; None for another framework's
-    lines:   the text, as CARD takes it
-    train:   lines about the command, and the command
-    """
+def page(title: str, report: PlanReport, train: Sequence[str]) -> bytes:
+    """The page of a plan. train: lines about the command, and the command"""
+    figures, cells, bars = report.figures, report.cells, report.bars
     sure = figures["validation"]
     behind = (
         f"{runs['rows']:4}  {runs['error']:13.1%}  {', '.join(runs[key] for key in KEYS)}"
@@ -197,9 +209,9 @@ def page(
             f'<span><i style="background:{COLOURS.get(part, OTHER)}"></i>{html.escape(part)}</span>'
             for part in dict.fromkeys(part for bar in bars for part in {**bar.gib, **bar.seconds})
         ),
-        cards=CARD.sub(SECTION, html.escape("\n".join(lines))),
+        cards=CARD.sub(SECTION, html.escape("\n".join(report.lines()))),
         behind=html.escape("\n".join(behind)),
-        schedule=_schedule(config),
+        schedule=_schedule(report.drawn),
         told=html.escape(" ".join(train[:-1])),
         command=html.escape(train[-1].strip()),
     ).encode()
