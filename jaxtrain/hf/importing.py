@@ -34,7 +34,7 @@ from jaxtrain.hf.families.family import prediction_modules
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.run_config import Published, read_published
 from jaxtrain.hf.safetensors_folder import DTYPES, FP8, SafetensorsFolder, TensorRegion
-from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule, index_in
 from jaxtrain.run import streams
 from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
@@ -240,17 +240,9 @@ class PublishedArray:
             for rule in self.rules[index]:
                 covered = rule.covers(window[depth:])
                 if all(covered):
-                    inside: Any = (..., *place, *_inside(covered, window[depth:]))
+                    inside: Any = (..., *place, *index_in(window[depth:], covered))
                     for region, numbers in self.weights.blocks(rule.tensor, rule.source(covered)):
                         rule.store(numbers, region, target[inside], covered)
-
-
-def _inside(part: TensorRegion, window: TensorRegion) -> tuple[slice, ...]:
-    """The index of a part of a window in an array of the window."""
-    return tuple(
-        slice(span.start - outer.start, span.stop - outer.start)
-        for span, outer in zip(part, window, strict=True)
-    )
 
 
 def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:

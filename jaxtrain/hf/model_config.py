@@ -55,8 +55,9 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, cfg.Model
         if field == "rope_parameters" and fields.values.get(older):
             field = older
         rule = f"gives {violation.field}={getattr(model, name)}, which {violation.rule}"
-        related = map(family.source, re.findall(r"model\.(\w+)", violation.rule))
-        raise fields.refuse(field, rule, *related)
+        raise fields.refuse(
+            field, rule, *map(family.source, re.findall(r"model\.(\w+)", violation.rule))
+        )
     return family, model, fields.notes
 
 

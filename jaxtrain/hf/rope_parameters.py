@@ -85,8 +85,11 @@ def read_rope(
     rope = Rope(
         fields.number("rope_theta", base, above=1), fields.number("partial_rotary_factor", part), {}
     )
-    names = ("rope_scaling", "rope_parameters")
-    given = [name for name in names if fields.value(name, None) not in (None, {})]
+    given = [
+        name
+        for name in ("rope_scaling", "rope_parameters")
+        if fields.value(name, None) not in (None, {})
+    ]
     if "partial_rotary_factor" in fields.values or not given:
         _check_part(fields, rope.part, head)
     forms = {name: _read_object(fields, name, rope, longest, head) for name in given}
@@ -125,8 +128,9 @@ def _read_object(fields: Fields, name: str, rope: Rope, longest: int, head: int 
     if not isinstance(kind, str) or kind not in SCALINGS:
         reasons = cfg.setting_of(cfg.fields()["model.rope_scaling"]).choices.refused
         reason = reasons.get(kind) if isinstance(kind, str) else None
-        rule = reason or f"is not supported: only {', '.join(SCALINGS)} are"
-        raise inner.refuse("rope_type", rule)
+        raise inner.refuse(
+            "rope_type", reason or f"is not supported: only {', '.join(SCALINGS)} are"
+        )
     base = inner.number("rope_theta", rope.base, above=1)
     part = inner.number("partial_rotary_factor", rope.part)
     _check_part(inner, part, head)

@@ -137,8 +137,9 @@ def read_origin(folder: str, workdir: str) -> Origin:
         with contextlib.suppress(HfError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(read_json(stored))
             if run.train.init_from == str(path):
-                tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
-                return Origin(path, stored, run.model, tokenizer, ())
+                return Origin(
+                    path, stored, run.model, tokenizer_of(run.data.tokenizer, stored.parent), ()
+                )
         raise cfg.ConfigError(
             "train.init_from", folder, f"is no folder with a {CONFIG} of a published model"
         )

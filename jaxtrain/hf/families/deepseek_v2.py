@@ -37,8 +37,11 @@ class Groups(TableEntry):
     def write(self, model: ResolvedModel, length: int) -> Settings:
         if model.router_groups == 1:
             return {"topk_method": GREEDY, "n_group": 1, "topk_group": 1}
-        groups = {"n_group": model.router_groups, "topk_group": model.router_group_limit}
-        return {"topk_method": LIMITED, **groups}
+        return {
+            "topk_method": LIMITED,
+            "n_group": model.router_groups,
+            "topk_group": model.router_group_limit,
+        }
 
     sources = {"router_groups": "n_group", "router_group_limit": "topk_group"}
 

@@ -159,9 +159,13 @@ def png(bars: Sequence[Bar], title: str, below_axis: str = "") -> bytes:
             )
     for axes in (above, below):
         handles, labels = axes.get_legend_handles_labels()
-        wrapped = [textwrap.fill(label, 32) for label in labels]
         axes.legend(
-            handles, wrapped, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True
+            handles,
+            [textwrap.fill(label, 32) for label in labels],
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+            fontsize=8,
+            reverse=True,
         )
     return drawing.as_png(figure)
 

@@ -68,8 +68,12 @@ class StepCollectives(LayerOpCollectives):
 
     def stage_sum(self, times: int = 1) -> Collective:
         """The collective that brings one stage's activation to all stages, or sums all of them."""
-        size = self.activation / self.layout.model * self.summed
-        return Collective(SUM, (STAGE,) * self.shares_vocabulary, size, times)
+        return Collective(
+            SUM,
+            (STAGE,) * self.shares_vocabulary,
+            self.activation / self.layout.model * self.summed,
+            times,
+        )
 
     def lookup(self, table: Parameters) -> list[Collective]:
         """The collectives of the embedding. Of a table that ZeRO-3 has scattered the tokens'

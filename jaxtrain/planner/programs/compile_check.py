@@ -119,8 +119,9 @@ class CompileCheck:
     @property
     def total(self) -> MemoryPart:
         """All parts. `compiled` is XLA's sum of arguments, temporary memory and results."""
-        planned = sum(part.planned or 0.0 for part in self.parts)
-        return MemoryPart("total", float(self.compiled.total), planned)
+        return MemoryPart(
+            "total", float(self.compiled.total), sum(part.planned or 0.0 for part in self.parts)
+        )
 
     @property
     def error(self) -> float:

@@ -96,8 +96,9 @@ class Platform:
     @property
     def version(self) -> str:
         """The version of the installed compiler; "" if it is missing."""
-        path = [str(compilers()), *sys.path]
-        packages = importlib.metadata.distributions(name=self.package, path=path)
+        packages = importlib.metadata.distributions(
+            name=self.package, path=[str(compilers()), *sys.path]
+        )
         return next((package.version for package in packages), "")
 
     @property
@@ -307,8 +308,10 @@ def compile_config(
         )
         if done.returncode:
             raise Refused(f"{devices.text} {program}\n{done.stderr[-6000:]}")
-        figures = json.loads(pathlib.Path(folder, "figures.json").read_text())
-        return Compiled(pathlib.Path(folder, "program.txt").read_text(), **figures)
+        return Compiled(
+            pathlib.Path(folder, "program.txt").read_text(),
+            **json.loads(pathlib.Path(folder, "figures.json").read_text()),
+        )
 
 
 def main(folder: str) -> None:

@@ -112,8 +112,12 @@ def _with_table(space: Space, layout: Layout, tokens: float | None) -> Predictio
 
     def predicted(layers: int) -> Prediction:
         remat = f"{mode}:{layers}" if 0 < layers < most else mode
-        config = laid_out(space, layout.with_remat(remat)).resolve()
-        return predict(config, space.hardware, space.assume, tokens)
+        return predict(
+            laid_out(space, layout.with_remat(remat)).resolve(),
+            space.hardware,
+            space.assume,
+            tokens,
+        )
 
     mode = layout.recomputation.mode
     most = max(layout.units(space.config.model.layers))
@@ -314,14 +318,15 @@ def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
         each = space.config.data.batch_size // work.layout.batch_shards
         sizes = [size for size in divisors(each) if size <= MOST_SEQUENCES]
         for size in sizes:
-            layout = dataclasses.replace(
-                work.layout,
-                microbatch=size,
-                microbatches=each // size,
-                remat="none",
-                offload=offload,
+            yield work.on(
+                dataclasses.replace(
+                    work.layout,
+                    microbatch=size,
+                    microbatches=each // size,
+                    remat="none",
+                    offload=offload,
+                )
             )
-            yield work.on(layout)
 
 
 def meshes(space: Space) -> Iterator[Layout]:

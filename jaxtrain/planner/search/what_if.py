@@ -87,8 +87,14 @@ def single_changes(prediction: Prediction) -> list[Change]:
             key: value for key, value in layout_flag.of(resolved).items() if value != layout[key]
         }
         needs = memory(other, config.model.loss_chunk).bytes
-        text = layout_flag.text_of(differs) or cfg.suggestion(settings)
-        changes.append(Change(settings, text, exact * other.step().seconds, needs))
+        changes.append(
+            Change(
+                settings,
+                layout_flag.text_of(differs) or cfg.suggestion(settings),
+                exact * other.step().seconds,
+                needs,
+            )
+        )
     return sorted(changes, key=lambda change: change.seconds)
 
 

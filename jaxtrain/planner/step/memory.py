@@ -244,8 +244,10 @@ def best_interval(step: StepModel) -> float | None:
     if slots is None:
         return None
     layer = layer_bytes(step, remat="none")
-    stored = ("residual_b", "residual_w", "weight_stash")
-    rebuilt = sum(slots.pools[pool] * getattr(layer, pool) for pool in stored)
+    rebuilt = sum(
+        slots.pools[pool] * getattr(layer, pool)
+        for pool in ("residual_b", "residual_w", "weight_stash")
+    )
     layers = math.ceil(step.model.layers / step.layout.stage)
     in_flight = slots.pools["activation"] / max(1, step.layout.repeats)
     return min(layers, max(1.0, math.sqrt(in_flight * layers * layer.input / rebuilt)))
