@@ -109,20 +109,16 @@ def read_published(folder: pathlib.Path) -> Published:
         family,
         read_block(Fields(values, str(place))),
     )
-    if not model.mtp_depth or _has_predictions(published):
+    # of the names of the prediction modules' tensors
+    beginnings = [f"{module}." for module in prediction_modules(model)]
+    beginnings += [beginning.removeprefix(family.prefix) for beginning in beginnings]
+    if not beginnings or any(
+        name.startswith(tuple(beginnings)) for name in SafetensorsFolder(folder)
+    ):
         return published
     for field in published.prediction_fields:  # transformers saves no modules
         notes.append(f"{field}={model.mtp_depth} is read as 0: the files have none of its tensors")
     return dataclasses.replace(published.without_predictions(), notes=tuple(notes))
-
-
-def _has_predictions(published: Published) -> bool:
-    """True if the files have a tensor of a prediction module. Raises HfError for files that cannot
-    be read."""
-    prefix, modules = published.family.prefix, prediction_modules(published.model)
-    beginnings = [f"{module}." for module in modules]
-    beginnings += [beginning.removeprefix(prefix) for beginning in beginnings]
-    return any(name.startswith(tuple(beginnings)) for name in SafetensorsFolder(published.folder))
 
 
 def read_origin(folder: str, workdir: str) -> Origin:

@@ -237,11 +237,16 @@ def _layer(
     yield TensorRule(
         f"{tensors}.post_attention_layernorm.weight", f"{arrays}/mlp_norm/scale", index
     )
-    attention = f"{tensors}.self_attn", f"{arrays}/attention", index
+    attention, stored = f"{tensors}.self_attn", f"{arrays}/attention"
     if model.attention == "mla":
-        yield from _latent_attention(model, interleaved, *attention)
-    else:
-        yield from _grouped_attention(model, *attention)
+        yield from _latent_attention(model, interleaved, attention, stored, index)
+    else:  # grouped queries: both sides rotate halves of a head
+        for name, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
+            bias = ("out" if part == "out" else "qkv") in model.biases
+            yield from _matrix(f"{attention}.{name}_proj", f"{stored}/{part}", index, bias)
+        if model.qk_norm:
+            yield TensorRule(f"{attention}.q_norm.weight", f"{stored}/query_norm/scale", index)
+            yield TensorRule(f"{attention}.k_norm.weight", f"{stored}/key_norm/scale", index)
     if experts:
         yield from _experts(model, experts, tensors, f"{arrays}/mlp", index)
     else:
@@ -255,18 +260,6 @@ def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iter
     yield TensorRule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
     if bias:
         yield TensorRule(f"{tensor}.bias", f"{array}/bias", index)
-
-
-def _grouped_attention(
-    model: ResolvedModel, tensors: str, arrays: str, index: tuple[int, ...]
-) -> Iterator[TensorRule]:
-    """Rules of query, key, value and output matrices. Both sides rotate halves of a head."""
-    for name, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
-        bias = ("out" if part == "out" else "qkv") in model.biases
-        yield from _matrix(f"{tensors}.{name}_proj", f"{arrays}/{part}", index, bias)
-    if model.qk_norm:
-        yield TensorRule(f"{tensors}.q_norm.weight", f"{arrays}/query_norm/scale", index)
-        yield TensorRule(f"{tensors}.k_norm.weight", f"{arrays}/key_norm/scale", index)
 
 
 def _latent_attention(

@@ -394,18 +394,14 @@ def _command(
     devices = math.prod(getattr(config.mesh, axis) for axis in AXES)
     node = TRAY if kind.tiers[0].devices > NODE else NODE
     several = {kernels.CPU: f"--cpu_devices={devices}", kernels.GPU: PROCESSES * (devices > node)}
-    return " ".join(
-        filter(
-            None,
-            [
-                TRAIN,
-                cfg.flag_text("config", flags.config),
-                WORKDIR,
-                cfg.flags_of(config, recipe),
-                several.get(kind.platform),
-            ],
-        )
-    )
+    words = [
+        TRAIN,
+        cfg.flag_text("config", flags.config),
+        WORKDIR,
+        cfg.flags_of(config, recipe),
+        several.get(kind.platform),
+    ]
+    return " ".join(filter(None, words))
 
 
 def _layout_of_groups(

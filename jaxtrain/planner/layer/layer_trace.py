@@ -142,7 +142,7 @@ class _Reading:
         choices: int,
         calls: dict[str, list[int]],
     ):
-        self._jaxpr, self._choices, self._calls = jaxpr, choices, calls
+        self._choices, self._calls = choices, calls
         self._axes: dict[Any, tuple[str, ...]] = {}  # such a value → what splits its dimensions
         # values that depend on parameters alone → these
         self._fixed: dict[Any, tuple[ParameterShape, ...]] = dict.fromkeys(jaxpr.constvars, ())
@@ -161,7 +161,14 @@ class _Reading:
         self._norms: set[Any] = set()  # what norms divide by
         self._scores = self._core = self._inner = 0.0
         self._norms_and_sums = 0
-        needed = self._read_by_backward()
+        needed: set[Any] = set()  # values that the backward reads
+        uses = collections.Counter(a for e in jaxpr.eqns for a in variables(e.invars))
+        for equation in reversed(jaxpr.eqns):
+            inputs, result = variables(equation.invars), equation.outvars[0]
+            if not _is_linear(equation) or not needed.isdisjoint(equation.outvars):
+                needed.update(inputs)
+            if equation.primitive.name in SAME | {"add"}:
+                self._sums |= {a: self._sums.get(result, result) for a in inputs if uses[a] == 1}
         for equation in jaxpr.eqns:
             self._read(equation, needed)
 
@@ -182,17 +189,6 @@ class _Reading:
             self._inner,
             self._choices,
         )
-
-    def _read_by_backward(self) -> set[Any]:
-        needed: set[Any] = set()
-        uses = collections.Counter(a for e in self._jaxpr.eqns for a in variables(e.invars))
-        for equation in reversed(self._jaxpr.eqns):
-            inputs, result = variables(equation.invars), equation.outvars[0]
-            if not _is_linear(equation) or not needed.isdisjoint(equation.outvars):
-                needed.update(inputs)
-            if equation.primitive.name in SAME | {"add"}:
-                self._sums |= {a: self._sums.get(result, result) for a in inputs if uses[a] == 1}
-        return needed
 
     def _read(self, equation: Any, needed: set[Any]) -> None:
         inputs, outputs = variables(equation.invars), equation.outvars

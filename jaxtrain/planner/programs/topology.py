@@ -333,13 +333,12 @@ def main(folder: str) -> None:
     devices = topologies.get_topology_desc(**topology.arguments()).devices
     mesh = make_mesh(sizes_of(config.mesh), devices)
     step = make_step(config, mesh)
-    state = step.abstract_state()
     with jax.set_mesh(mesh), jax.default_device(devices[0]), cudnn.stand_in():
         begin = time.time()
         if program == "train":
             lowered = step.lower()
         else:
-            lowered = getattr(step, program).lower(state.read, step.abstract_batch)
+            lowered = getattr(step, program).lower(step.abstract_state().read, step.abstract_batch)
         traced = time.time()
         compiled = lowered.compile(compiler_options=request["options"])
         done = time.time()
