@@ -1,6 +1,6 @@
 """The entries of a family's table: what a field of config.json is in the model, both ways.
 
-    Integer, Number, Switch, Biases   a field is a setting
+    Integer, Float, Switch, Biases   a field is a setting
     Fixed                             settings that all models of the family have
     Only, Same                        a field that jaxtrain can have with some values alone
     PassedOver, Training              fields without effect on what the model computes
@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ResolvedModel
 from jaxtrain.config.groups.model_settings import BIASED
 from jaxtrain.hf.fields import MISSING, Fields
 from jaxtrain.hf.rope_parameters import SCALINGS, Settings, read_rope, write_rope
@@ -34,7 +33,7 @@ class TableEntry:
         """
         raise NotImplementedError
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         """The fields of a model, whose longest sequence has `length` tokens."""
         return {}
 
@@ -56,7 +55,7 @@ class SettingField(TableEntry):
     field: str
     setting: str
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         return {self.field: getattr(model, self.setting)}
 
     @property
@@ -82,13 +81,13 @@ class Integer(SettingField):
             raise fields.refuse(self.field, f"is above {most}")
         return {self.setting: value}
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         value = getattr(model, self.setting)
         return {self.field: None if value == self.null else value}
 
 
 @dataclasses.dataclass(frozen=True)
-class Number(SettingField):
+class Float(SettingField):
     """A float above 0."""
 
     default: float
@@ -107,7 +106,7 @@ class Switch(SettingField):
     def read(self, fields: Fields, settings: Settings) -> Settings:
         return {self.setting: self.values[fields.require(self.field, [False, True], self.default)]}
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         return {self.field: getattr(model, self.setting) == self.values[True]}
 
 
@@ -124,7 +123,7 @@ class Biases(TableEntry):
         biased = {*settings.get("biases", ()), *(self.parts if present else ())}
         return {"biases": tuple(part for part in BIASED if part in biased)}
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         return {self.field: set(self.parts) <= set(model.biases)}
 
     @property
@@ -160,7 +159,7 @@ class Only(TableEntry):
         fields.require(self.field, self.allowed, self.default)
         return {}
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         return {self.field: self.allowed[0]} if self.written else {}
 
     @property
@@ -185,7 +184,7 @@ class Same(TableEntry):
         fields.require(self.field, [total, None, *self.others])
         return {}
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         total = sum(getattr(model, setting) for setting in self.settings)
         return {self.field: total} if self.written else {}
 
@@ -245,7 +244,7 @@ class DenseLayers(SettingField):
             )
         return {"layers": settings["layers"] - dense, self.setting: dense}
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         layers = model.dense_layers + model.layers
         return {"num_hidden_layers": layers} | super().write(model, length)
 
@@ -284,7 +283,7 @@ class RotaryPositions(TableEntry):
         rotated = {} if head is None else {"rotary_dim": int(head * rope.part)}
         return {"positions": "rotary", "rotary_base": rope.base} | rope.scaling | rotated
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         if self.part is None:
             return write_rope(model, length)
         part = model.rotary_dim / model.head_dim
@@ -356,7 +355,7 @@ class Window(TableEntry):
             )
         return {}
 
-    def write(self, model: ResolvedModel, length: int) -> Settings:
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         off = {"use_sliding_window": False} if self.switched else {}
         none = {"sliding_window": None} if self.switched or self.window else {}
         return none | off

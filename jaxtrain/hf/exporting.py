@@ -138,7 +138,16 @@ def tensor_rows(
             array = arrays[rule.array]
             for window in _windows(rule, rows, array):
                 numbers = _read(rule, window, array)
-                _check_range(tensor.name, numbers, dtype)
+                largest = np.abs(numbers).max(initial=0)  # NaN if there is one
+                if not np.isfinite(largest):
+                    raise HfError(
+                        f"{tensor.name} has numbers that are not finite: use the --step of another"
+                    )
+                if largest > ml_dtypes.finfo(dtype).max:
+                    raise HfError(
+                        f"{tensor.name} has {largest:g}, which {dtype} does not have: use "
+                        "--dtype=bfloat16"
+                    )
                 rule.publish(numbers, window, block, rows)
         yield block.reshape(tensor.shape) if not tensor.shape else block
 
@@ -167,14 +176,3 @@ def _read(rule: TensorRule, window: Sequence[range], array: ts.TensorStore) -> n
     except ValueError as error:
         why = no_damage(error) or "is damaged"
         raise CheckpointError(f"the checkpoint's {rule.array} {why}") from None
-
-
-def _check_range(tensor: str, numbers: np.ndarray, dtype: np.dtype) -> None:
-    """Raises HfError for numbers that are not finite, or beyond the type's largest."""
-    largest = np.abs(numbers).max(initial=0)  # NaN if there is one
-    if not np.isfinite(largest):
-        raise HfError(f"{tensor} has numbers that are not finite: use the --step of another")
-    if largest > ml_dtypes.finfo(dtype).max:
-        raise HfError(
-            f"{tensor} has {largest:g}, which {dtype} does not have: use --dtype=bfloat16"
-        )

@@ -34,17 +34,13 @@ from jaxtrain.hf.families.family import prediction_modules
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.run_config import Published, read_published
 from jaxtrain.hf.safetensors_folder import DTYPES, FP8, SafetensorsFolder, TensorRegion
-from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule, index_in
 from jaxtrain.run import streams
 from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
 
 READ_BYTES = 8 * 2**20  # of a tensor's rows that are read at a time, or one row
 ReadProgress = Callable[[int, int], object]  # (steps done, all steps)
-
-
-def silent(done: int, total: int) -> None:
-    """The progress that nobody sees."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -210,7 +206,9 @@ def check_copies(weights: PublishedWeights) -> None:
             raise HfError(f"{place} differs from {table}, which the model uses in its place")
 
 
-def check_numbers(weights: PublishedWeights, progress: ReadProgress = silent) -> None:
+def check_numbers(
+    weights: PublishedWeights, progress: ReadProgress = lambda done, total: None
+) -> None:
     """Reads every number. Raises HfError, which names file and tensor, for those that are not
     finite, and as `check_copies`."""
     for number, tensor in enumerate(weights.tensors, 1):
@@ -242,20 +240,9 @@ class PublishedArray:
             for rule in self.rules[index]:
                 covered = rule.covers(window[depth:])
                 if all(covered):
-                    inside: Any = (..., *place, *_inside(covered, window[depth:]))
-                    self._read_rule(rule, covered, target[inside])
-
-    def _read_rule(self, rule: TensorRule, window: TensorRegion, target: np.ndarray) -> None:
-        for region, numbers in self.weights.blocks(rule.tensor, rule.source(window)):
-            rule.store(numbers, region, target, window)
-
-
-def _inside(part: TensorRegion, window: TensorRegion) -> tuple[slice, ...]:
-    """The index of a part of a window in an array of the window."""
-    return tuple(
-        slice(span.start - outer.start, span.stop - outer.start)
-        for span, outer in zip(part, window, strict=True)
-    )
+                    inside: Any = (..., *place, *index_in(window[depth:], covered))
+                    for region, numbers in self.weights.blocks(rule.tensor, rule.source(covered)):
+                        rule.store(numbers, region, target[inside], covered)
 
 
 def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
@@ -274,7 +261,7 @@ def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
 
 
 def state_on_devices(
-    weights: PublishedWeights, step: Step, progress: ReadProgress = silent
+    weights: PublishedWeights, step: Step, progress: ReadProgress = lambda done, total: None
 ) -> TrainState:
     """The stored part of the state before its first step, on the devices of a run. Each process
     reads what its devices hold. Raises HfError as `PublishedWeights.blocks`."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ModelConfig, ResolvedModel
-from jaxtrain.config.errors import shown
 from jaxtrain.config.rules import checks, unused
 from jaxtrain.hf.block_scales import read_block
 from jaxtrain.hf.families import FAMILIES
@@ -38,12 +36,12 @@ def family_of(values: Mapping[str, Any], place: str) -> Family:
     return family
 
 
-def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, ModelConfig, list[str]]:
+def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, cfg.ModelConfig, list[str]]:
     """The family, the model and notes for people, of a config.json. Raises HfError, which names the
     field, for whatever the model cannot be."""
     family = family_of(values, place)
     fields = Fields(values, place, family.aliases)
-    model = ModelConfig(**family.read(fields))
+    model = cfg.ModelConfig(**family.read(fields))
     if read_block(fields):
         fields.notes.append(
             "quantization_config is left out: float8 matrices are multiplied by their scales, and "
@@ -51,18 +49,19 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, ModelConf
         )
     fields.finish(family.model_type, WITHOUT_EFFECT)
     tokens = {"data.sequence_length": model.max_positions} if model.max_positions else {}
-    if violation := checks.model_violation(cfg.replace(Config(model=model), tokens)):
+    if violation := checks.model_violation(cfg.replace(cfg.Config(model=model), tokens)):
         name = violation.field.removeprefix("model.")
         field, older = family.source(name), "rope_scaling"
         if field == "rope_parameters" and fields.values.get(older):
             field = older
         rule = f"gives {violation.field}={getattr(model, name)}, which {violation.rule}"
-        related = map(family.source, re.findall(r"model\.(\w+)", violation.rule))
-        raise fields.refuse(field, rule, *related)
+        raise fields.refuse(
+            field, rule, *map(family.source, re.findall(r"model\.(\w+)", violation.rule))
+        )
     return family, model, fields.notes
 
 
-def write_model(model: ResolvedModel, family: Family | None, length: int) -> dict[str, Any]:
+def write_model(model: cfg.ResolvedModel, family: Family | None, length: int) -> dict[str, Any]:
     """The config.json of a model, whose longest sequence has `length` tokens.
 
     family: None: the first one that can hold the model
@@ -91,16 +90,16 @@ def write_model(model: ResolvedModel, family: Family | None, length: int) -> dic
         assert refusal
         raise refusal
     closest = min(differences, key=lambda kind: len(differences[kind]))
-    settings = [f"model.{name}={shown(getattr(model, name))}" for name in differences[closest]]
+    settings = [f"model.{name}={cfg.shown(getattr(model, name))}" for name in differences[closest]]
     have = "has" if len(settings) == 1 else "have"
     raise HfError(f"{', '.join(settings)} {have} no counterpart in a config.json of {closest}")
 
 
-def differing(a: ModelConfig, b: ModelConfig) -> Iterator[str]:
+def differing(a: cfg.ModelConfig, b: cfg.ModelConfig) -> Iterator[str]:
     """The settings in which two models compute different functions."""
-    configs = [Config(model=model).fill() for model in (a, b)]
+    configs = [cfg.Config(model=model).fill() for model in (a, b)]
     unused_in_both = set.intersection(*map(unused.without_use, configs))
-    for name in (field.name for field in dataclasses.fields(ModelConfig)):
+    for name in (field.name for field in dataclasses.fields(cfg.ModelConfig)):
         first, second = (getattr(config.model, name) for config in configs)
         if first != second and name not in FREE and f"model.{name}" not in unused_in_both:
             yield name

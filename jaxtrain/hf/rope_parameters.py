@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ModelConfig, ResolvedModel
 from jaxtrain.hf.fields import Fields
 
 Settings = dict[str, Any]
@@ -86,8 +85,11 @@ def read_rope(
     rope = Rope(
         fields.number("rope_theta", base, above=1), fields.number("partial_rotary_factor", part), {}
     )
-    names = ("rope_scaling", "rope_parameters")
-    given = [name for name in names if fields.value(name, None) not in (None, {})]
+    given = [
+        name
+        for name in ("rope_scaling", "rope_parameters")
+        if fields.value(name, None) not in (None, {})
+    ]
     if "partial_rotary_factor" in fields.values or not given:
         _check_part(fields, rope.part, head)
     forms = {name: _read_object(fields, name, rope, longest, head) for name in given}
@@ -126,8 +128,9 @@ def _read_object(fields: Fields, name: str, rope: Rope, longest: int, head: int 
     if not isinstance(kind, str) or kind not in SCALINGS:
         reasons = cfg.setting_of(cfg.fields()["model.rope_scaling"]).choices.refused
         reason = reasons.get(kind) if isinstance(kind, str) else None
-        rule = reason or f"is not supported: only {', '.join(SCALINGS)} are"
-        raise inner.refuse("rope_type", rule)
+        raise inner.refuse(
+            "rope_type", reason or f"is not supported: only {', '.join(SCALINGS)} are"
+        )
     base = inner.number("rope_theta", rope.base, above=1)
     part = inner.number("partial_rotary_factor", rope.part)
     _check_part(inner, part, head)
@@ -147,7 +150,7 @@ def _read_object(fields: Fields, name: str, rope: Rope, longest: int, head: int 
 
 def _read_parameter(inner: Fields, key: str, parameter: ScalingParameter) -> Settings:
     """The setting of a scaling's parameter; nothing where the default stands."""
-    if type(getattr(ModelConfig(), parameter.setting)) is bool:
+    if type(getattr(cfg.ModelConfig(), parameter.setting)) is bool:
         return {parameter.setting: inner.require(key, [True, False])}
     if parameter.needed:
         return {parameter.setting: inner.number(key)}
@@ -157,7 +160,7 @@ def _read_parameter(inner: Fields, key: str, parameter: ScalingParameter) -> Set
     return {parameter.setting: inner.number(key)}
 
 
-def write_rope(model: ResolvedModel, length: int, part: float | None = None) -> Settings:
+def write_rope(model: cfg.ResolvedModel, length: int, part: float | None = None) -> Settings:
     """The fields of a model's rotary positions, in both forms.
 
     length: tokens of its longest sequence; part: the rotated fraction of a head; None: the family
@@ -169,7 +172,7 @@ def write_rope(model: ResolvedModel, length: int, part: float | None = None) -> 
         for key, parameter in SCALINGS[kind].items()
         if parameter.needed
         or key == LENGTH
-        or getattr(model, parameter.setting) != getattr(ModelConfig(), parameter.setting)
+        or getattr(model, parameter.setting) != getattr(cfg.ModelConfig(), parameter.setting)
     }
     partial = {} if part is None else {"partial_rotary_factor": part}
     older = {"rope_scaling": {"rope_type": kind} | scaling} if scaling else {}

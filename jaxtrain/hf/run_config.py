@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, DataConfig, ModelConfig
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules.checks import field_violation
 from jaxtrain.config.sources import holds_tokens
@@ -43,11 +42,11 @@ class Origin:
 
     folder: pathlib.Path
     place: pathlib.Path
-    model: ModelConfig
+    model: cfg.ModelConfig
     tokenizer: str
     notes: tuple[str, ...]
 
-    def notes_for(self, model: ModelConfig, data: DataConfig) -> tuple[str, ...]:
+    def notes_for(self, model: cfg.ModelConfig, data: cfg.DataConfig) -> tuple[str, ...]:
         """The notes for a run of this model, which may leave out prediction modules."""
         notes = self.notes
         if self.model.mtp_depth and not model.mtp_depth:
@@ -110,20 +109,16 @@ def read_published(folder: pathlib.Path) -> Published:
         family,
         read_block(Fields(values, str(place))),
     )
-    if not model.mtp_depth or _has_predictions(published):
+    # of the names of the prediction modules' tensors
+    beginnings = [f"{module}." for module in prediction_modules(model)]
+    beginnings += [beginning.removeprefix(family.prefix) for beginning in beginnings]
+    if not beginnings or any(
+        name.startswith(tuple(beginnings)) for name in SafetensorsFolder(folder)
+    ):
         return published
     for field in published.prediction_fields:  # transformers saves no modules
         notes.append(f"{field}={model.mtp_depth} is read as 0: the files have none of its tensors")
     return dataclasses.replace(published.without_predictions(), notes=tuple(notes))
-
-
-def _has_predictions(published: Published) -> bool:
-    """True if the files have a tensor of a prediction module. Raises HfError for files that cannot
-    be read."""
-    prefix, modules = published.family.prefix, prediction_modules(published.model)
-    beginnings = [f"{module}." for module in modules]
-    beginnings += [beginning.removeprefix(prefix) for beginning in beginnings]
-    return any(name.startswith(tuple(beginnings)) for name in SafetensorsFolder(published.folder))
 
 
 def read_origin(folder: str, workdir: str) -> Origin:
@@ -138,15 +133,16 @@ def read_origin(folder: str, workdir: str) -> Origin:
         with contextlib.suppress(HfError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(read_json(stored))
             if run.train.init_from == str(path):
-                tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
-                return Origin(path, stored, run.model, tokenizer, ())
-        raise ConfigError(
+                return Origin(
+                    path, stored, run.model, tokenizer_of(run.data.tokenizer, stored.parent), ()
+                )
+        raise cfg.ConfigError(
             "train.init_from", folder, f"is no folder with a {CONFIG} of a published model"
         )
     return read_published(path)
 
 
-def notes_of_length(data: DataConfig, place: pathlib.Path) -> tuple[str, ...]:
+def notes_of_length(data: cfg.DataConfig, place: pathlib.Path) -> tuple[str, ...]:
     """A note if a run's sequences are longer than those of its published model, whose config.json
     is at `place`."""
     length, longest = data.sequence_length, read_json(place).get("max_position_embeddings")
@@ -159,8 +155,8 @@ def notes_of_length(data: DataConfig, place: pathlib.Path) -> tuple[str, ...]:
 
 
 def started_from(
-    origin: Origin, recipe: Config, overrides: Sequence[tuple[str, str]]
-) -> tuple[Config, Config]:
+    origin: Origin, recipe: cfg.Config, overrides: Sequence[tuple[str, str]]
+) -> tuple[cfg.Config, cfg.Config]:
     """(the config of a run that starts from a published model, the same before its flags).
 
     overrides: (setting, text) of flags
@@ -169,7 +165,7 @@ def started_from(
     for a tokenizer that is not read.
     """
     model = origin.model
-    unsaid = {path for path in cfg.fields() if cfg.get(recipe, path) == cfg.get(Config(), path)}
+    unsaid = {path for path in cfg.fields() if cfg.get(recipe, path) == cfg.get(cfg.Config(), path)}
     taken = {f"model.{name}": value for name, value in vars(model).items()}
     said = "data.tokenizer" not in unsaid or any(path == "data.tokenizer" for path, _ in overrides)
     lacks_tokenizer = not origin.tokenizer and not said
@@ -196,8 +192,8 @@ def started_from(
     if config.model.mtp_depth == 0:  # the modules may be left out
         model = dataclasses.replace(model, mtp_depth=0)
     if setting := _contradiction(config.model, model):
-        name, value = f"model.{setting}", getattr(Config(model=model).fill().model, setting)
-        raise ConfigError(
+        name, value = f"model.{setting}", getattr(cfg.Config(model=model).fill().model, setting)
+        raise cfg.ConfigError(
             name,
             getattr(config.model, setting),
             f"contradicts {origin.place}, which says {value}",
@@ -208,7 +204,7 @@ def started_from(
     return config, before
 
 
-def _contradiction(model: ModelConfig, published: ModelConfig) -> str:
+def _contradiction(model: cfg.ModelConfig, published: cfg.ModelConfig) -> str:
     """The first setting in which a model is another one than the published one; "" if none is. A
     value that no model can have is another one."""
     for name, value in vars(published).items():

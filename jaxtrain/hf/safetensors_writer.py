@@ -42,7 +42,14 @@ def write_tensors(
 ) -> None:
     """Writes tensors into files of at most `largest` bytes of numbers, or of one tensor, and their
     index where there are several. Everything is on the disk when this returns."""
-    groups = _split(entries, largest)
+    groups: list[list[TensorEntry]] = [[]]  # of each file, in the given order
+    filled = 0
+    for entry in entries:
+        if groups[-1] and filled + entry.nbytes > largest:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += entry.nbytes
     if len(groups) == 1:
         _write_file(folder / SINGLE, entries, rows)
         return
@@ -56,19 +63,6 @@ def write_tensors(
         "weight_map": {entry.name: file for file, group in files.items() for entry in group},
     }
     write_synced(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-
-
-def _split(entries: Sequence[TensorEntry], largest: int) -> list[list[TensorEntry]]:
-    """The tensors of each file, in the given order."""
-    groups: list[list[TensorEntry]] = [[]]
-    filled = 0
-    for entry in entries:
-        if groups[-1] and filled + entry.nbytes > largest:
-            groups.append([])
-            filled = 0
-        groups[-1].append(entry)
-        filled += entry.nbytes
-    return groups
 
 
 def _write_file(path: pathlib.Path, entries: Sequence[TensorEntry], rows: Rows) -> None:

@@ -76,10 +76,7 @@ class TensorRule:
         """
         oriented = numbers.T if self.transpose else numbers
         spans = region[::-1] if self.transpose else region
-        places: list[slice | np.ndarray] = [
-            slice(span.start - outer.start, span.stop - outer.start)
-            for span, outer in zip(spans, window, strict=True)
-        ]
+        places: list[slice | np.ndarray] = [*index_in(window, spans)]
         if places:
             columns = self._places(window[-1]) - spans[-1].start
             inside = np.flatnonzero((columns >= 0) & (columns < len(spans[-1])))
@@ -126,6 +123,14 @@ class TensorRule:
         first = self.columns[0] if self.columns else 0
         in_rule = np.asarray(columns) - first
         return in_rule if self.taken is None else self.taken[in_rule]
+
+
+def index_in(window: Sequence[range], part: Sequence[range]) -> tuple[slice, ...]:
+    """The index of a part of a window in an array of the window."""
+    return tuple(
+        slice(span.start - outer.start, span.stop - outer.start)
+        for span, outer in zip(part, window, strict=True)
+    )
 
 
 def _as_slice(places: np.ndarray) -> slice | np.ndarray:

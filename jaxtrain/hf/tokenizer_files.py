@@ -83,8 +83,12 @@ def exported_files(tokenizer: Tokenizer, source: pathlib.Path) -> dict[str, byte
         files = {TOKENIZER: byte_level(tokenizer)}
     else:
         return {}
+    text = tokenizers.Tokenizer.from_buffer(files[TOKENIZER]).id_to_token
+    begin, end = tokenizer.begin_of_document, tokenizer.end_of_document
+    marks = {"bos_token": begin[0] if begin else None, "eos_token": end}
+    tokens = {name: text(i) for name, i in marks.items() if i is not None}
     defaults = {
-        TOKENIZER_CONFIG: _tokenizer_config(files[TOKENIZER], tokenizer),
+        TOKENIZER_CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens,
         GENERATION: token_ids(tokenizer),
     }
     files.pop(CONFIG, None)
@@ -98,14 +102,6 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     begins, stops = tokenizer.begin_of_document, tokenizer.stops
     eos = list(stops) if len(stops) > 1 else stops[0] if stops else None
     return {"bos_token_id": begins[0] if begins else None, "eos_token_id": eos}
-
-
-def _tokenizer_config(content: bytes, tokenizer: Tokenizer) -> dict[str, Any]:
-    text = tokenizers.Tokenizer.from_buffer(content).id_to_token
-    begin, end = tokenizer.begin_of_document, tokenizer.end_of_document
-    marks = {"bos_token": begin[0] if begin else None, "eos_token": end}
-    tokens = {name: text(i) for name, i in marks.items() if i is not None}
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens
 
 
 def byte_level(tokenizer: ByteTokenizer) -> bytes:

@@ -6,10 +6,11 @@ from jaxtrain.config import ResolvedModel
 from jaxtrain.hf.entries import (
     DenseLayers,
     Fixed,
+    Float,
     Integer,
-    Number,
     Only,
     RotaryPositions,
+    Settings,
     TableEntry,
     WholeHeads,
     Window,
@@ -17,7 +18,6 @@ from jaxtrain.hf.entries import (
 from jaxtrain.hf.families.deepseek_v3 import LATENT
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.rope_parameters import Settings
 
 LONGEST = 2048
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
@@ -37,8 +37,11 @@ class Groups(TableEntry):
     def write(self, model: ResolvedModel, length: int) -> Settings:
         if model.router_groups == 1:
             return {"topk_method": GREEDY, "n_group": 1, "topk_group": 1}
-        groups = {"n_group": model.router_groups, "topk_group": model.router_group_limit}
-        return {"topk_method": LIMITED, **groups}
+        return {
+            "topk_method": LIMITED,
+            "n_group": model.router_groups,
+            "topk_group": model.router_group_limit,
+        }
 
     sources = {"router_groups": "n_group", "router_group_limit": "topk_group"}
 
@@ -61,7 +64,7 @@ FAMILY = Family(
         Integer("num_experts_per_tok", "experts_per_token"),
         Integer("n_shared_experts", "shared_experts", 2, least=0),
         Groups(),
-        Number("routed_scaling_factor", "router_scale", 1.0),
+        Float("routed_scaling_factor", "router_scale", 1.0),
         Fixed(
             {
                 "router": "softmax",

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtrain.config import ModelConfig, ResolvedModel
 from jaxtrain.hf.entries import (
     Fixed,
+    Float,
     Integer,
-    Number,
     Only,
     PassedOver,
     RemoteCode,
@@ -133,8 +133,8 @@ def decoder(
         Integer("hidden_size", "width", width),
         Integer("num_hidden_layers", "layers", layers),
         Integer("num_attention_heads", "heads", heads),
-        Number("rms_norm_eps", "norm_epsilon", epsilon),
-        Number("initializer_range", "init_std", 0.02),
+        Float("rms_norm_eps", "norm_epsilon", epsilon),
+        Float("initializer_range", "init_std", 0.02),
         Switch("tie_word_embeddings", "tied_embeddings", tied),
         Only("hidden_act", ("silu", "swish")),
         PassedOver(("pretraining_tp", "max_window_layers")),
@@ -237,15 +237,22 @@ def _layer(
     yield TensorRule(
         f"{tensors}.post_attention_layernorm.weight", f"{arrays}/mlp_norm/scale", index
     )
-    attention = f"{tensors}.self_attn", f"{arrays}/attention", index
+    attention, stored = f"{tensors}.self_attn", f"{arrays}/attention"
     if model.attention == "mla":
-        yield from _latent_attention(model, interleaved, *attention)
-    else:
-        yield from _grouped_attention(model, *attention)
+        yield from _latent_attention(model, interleaved, attention, stored, index)
+    else:  # grouped queries: both sides rotate halves of a head
+        for name, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
+            bias = ("out" if part == "out" else "qkv") in model.biases
+            yield from _matrix(f"{attention}.{name}_proj", f"{stored}/{part}", index, bias)
+        if model.qk_norm:
+            yield TensorRule(f"{attention}.q_norm.weight", f"{stored}/query_norm/scale", index)
+            yield TensorRule(f"{attention}.k_norm.weight", f"{stored}/key_norm/scale", index)
     if experts:
         yield from _experts(model, experts, tensors, f"{arrays}/mlp", index)
     else:
-        yield from _mlp(model, f"{tensors}.mlp", f"{arrays}/mlp", index)
+        for part in ("gate", "up", "down"):
+            names = f"{tensors}.mlp.{part}_proj", f"{arrays}/mlp/{part}"
+            yield from _matrix(*names, index, "mlp" in model.biases)
 
 
 def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iterator[TensorRule]:
@@ -253,18 +260,6 @@ def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iter
     yield TensorRule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
     if bias:
         yield TensorRule(f"{tensor}.bias", f"{array}/bias", index)
-
-
-def _grouped_attention(
-    model: ResolvedModel, tensors: str, arrays: str, index: tuple[int, ...]
-) -> Iterator[TensorRule]:
-    """Rules of query, key, value and output matrices. Both sides rotate halves of a head."""
-    for name, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
-        bias = ("out" if part == "out" else "qkv") in model.biases
-        yield from _matrix(f"{tensors}.{name}_proj", f"{arrays}/{part}", index, bias)
-    if model.qk_norm:
-        yield TensorRule(f"{tensors}.q_norm.weight", f"{arrays}/query_norm/scale", index)
-        yield TensorRule(f"{tensors}.k_norm.weight", f"{arrays}/key_norm/scale", index)
 
 
 def _latent_attention(
@@ -307,14 +302,6 @@ def _halves(size: int, interleaved: bool) -> np.ndarray:
     """The order in which the columns of pairs (0, 1), (2, 3), … become two halves."""
     order = np.arange(size)
     return np.concatenate([order[::2], order[1::2]]) if interleaved else order
-
-
-def _mlp(
-    model: ResolvedModel, tensors: str, arrays: str, index: tuple[int, ...]
-) -> Iterator[TensorRule]:
-    for part in ("gate", "up", "down"):
-        bias = "mlp" in model.biases
-        yield from _matrix(f"{tensors}.{part}_proj", f"{arrays}/{part}", index, bias)
 
 
 def _experts(

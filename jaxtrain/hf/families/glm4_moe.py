@@ -3,8 +3,8 @@
 from jaxtrain.hf.entries import (
     Biases,
     DenseLayers,
+    Float,
     Integer,
-    Number,
     Predictions,
     RotaryPositions,
     Switch,
@@ -36,7 +36,7 @@ FAMILY = Family(
         Integer("n_shared_experts", "shared_experts", 1, least=0),
         Integer("n_group", "router_groups", 1),
         Integer("topk_group", "router_group_limit", 1),
-        Number("routed_scaling_factor", "router_scale", 1.0),
+        Float("routed_scaling_factor", "router_scale", 1.0),
         *SIGMOID_ROUTER,
         Switch("use_qk_norm", "qk_norm", False),
         Biases("attention_bias", ("qkv",), False),

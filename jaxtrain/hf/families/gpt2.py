@@ -8,8 +8,8 @@ import numpy as np
 from jaxtrain.config import ResolvedModel
 from jaxtrain.hf.entries import (
     Fixed,
+    Float,
     Integer,
-    Number,
     Only,
     PassedOver,
     RemoteCode,
@@ -61,8 +61,8 @@ FAMILY = Family(
         Integer("n_layer", "layers", 12),
         Integer("n_head", "heads", 12),
         Integer("n_inner", "mlp_width", None, null=0),
-        Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        Number("initializer_range", "init_std", 0.02),
+        Float("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        Float("initializer_range", "init_std", 0.02),
         Switch("tie_word_embeddings", "tied_embeddings", True),
         Fixed(
             {

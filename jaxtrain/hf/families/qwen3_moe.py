@@ -3,7 +3,16 @@
 import dataclasses
 
 from jaxtrain.config import ResolvedModel
-from jaxtrain.hf.entries import Biases, Fixed, Integer, RotaryPositions, Switch, TableEntry, Window
+from jaxtrain.hf.entries import (
+    Biases,
+    Fixed,
+    Integer,
+    RotaryPositions,
+    Settings,
+    Switch,
+    TableEntry,
+    Window,
+)
 from jaxtrain.hf.families.family import (
     NORMALIZED,
     ROUTER_TRAINING,
@@ -12,7 +21,6 @@ from jaxtrain.hf.families.family import (
     decoder_rules,
 )
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.rope_parameters import Settings
 
 LONGEST = 32768
 

@@ -3,10 +3,9 @@
 import dataclasses
 
 from jaxtrain.config import ResolvedModel
-from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, TableEntry, Window
+from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, Settings, TableEntry, Window
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.rope_parameters import Settings
 
 LONGEST = 32768
 

@@ -35,8 +35,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from jaxtrain import cli
-from jaxtrain.config import shown
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import UsageError, shown
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.sizes import GPU_MEMORY
 from jaxtrain.devices.startup import start_jax, unused_accelerator
@@ -214,8 +213,15 @@ def calibrate(
     base = _base(bench, devices, known, peaks, streaming)
     tiers = base.tiers
     if len(devices) > 1:
-        tier, fit_of_links = _links(bench, sizes, base, report)
-        fits.append(fit_of_links)
+        # the measured tier joins all devices, the last one of a data sheet any number
+        cases = [
+            (n, size, size >> 10) for n in groups_of(len(devices)) for size in sizes.collectives
+        ]
+        groups = _announced(cases, "collectives of {2} KiB over {0} devices", 0.75, 0.25, report)
+        collectives = [timed for n, size, _ in groups for timed in bench.collectives(n, size)]
+        name, joined = tiers[0].name if tiers else "local", len(devices) * (len(tiers) > 1)
+        tier, error = fit_links(collectives, base, name, joined)
+        fits.append(f"{len(collectives)} collectives {error:.0%}")
         tiers = (tier, *tiers[1:])
     reached = lambda rate: min(1.0, rate / base.peak(sizes.dtype))
     return dataclasses.replace(
@@ -250,18 +256,6 @@ def _attention_rate(sizes: Sizes, seconds: Sequence[float]) -> float:
         0.5 * 4.0 * sequences * heads * tokens**2 * size / s
         for (sequences, tokens, heads, size), s in cases
     )
-
-
-def _links(bench: Bench, sizes: Sizes, base: Hardware, report: MeasureProgress) -> tuple[Tier, str]:
-    """The measured tier of links that joins all devices, and how well it fits."""
-    devices = bench.mesh.size
-    cases = [(n, size, size >> 10) for n in groups_of(devices) for size in sizes.collectives]
-    announced = _announced(cases, "collectives of {2} KiB over {0} devices", 0.75, 0.25, report)
-    collectives = [timed for n, size, _ in announced for timed in bench.collectives(n, size)]
-    # The last tier joins any number of devices.
-    name, joined = (base.tiers[0].name if base.tiers else "local"), devices * (len(base.tiers) > 1)
-    tier, error = fit_links(collectives, base, name, joined)
-    return tier, f"{len(collectives)} collectives {error:.0%}"
 
 
 def _base(

@@ -11,7 +11,6 @@ Nothing is compiled: jax traces layers, for which it needs no device.
 import contextlib
 import dataclasses
 import difflib
-import functools
 import gc
 import importlib
 import itertools
@@ -19,28 +18,24 @@ import json
 import math
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, MeshedConfig, kernels
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import kernels
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.recipes import recipe_text
 from jaxtrain.config.rules import checks
-from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.pipeline.run_checks import default_corpus
 from jaxtrain.planner.command import picture
 from jaxtrain.planner.layer import hardware
-from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, layout_search
 from jaxtrain.planner.search.explain import aligned, amount, explained, table
-from jaxtrain.planner.search.layout_search import Space, best_plans, check_fits
 from jaxtrain.planner.search.predict import Prediction, exactly, predict, with_op_times
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
@@ -182,7 +177,7 @@ class Output:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
-def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
+def planned(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> Output:
     """The output that the flags ask for; empty where they are refused anyhow and it would take
     long. Raises UsageError or ConfigError."""
     if flags.advise:
@@ -191,14 +186,14 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
             advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)
         )
     if flags.assume not in FRAMEWORKS:
-        raise UsageError(
+        raise cfg.UsageError(
             f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})",
             {"assume": difflib.get_close_matches(flags.assume, FRAMEWORKS, 1, 0.0)[0]},
         )
     for flag, otherwise in FILES.items():
         cli.check_output(flag, path := getattr(flags, flag), otherwise)
         if path and path in [getattr(flags, other) for other in FILES if other < flag]:
-            raise UsageError(
+            raise cfg.UsageError(
                 f"--{flag}={cfg.shown(path)} is another flag's file", {flag: otherwise}
             )
     check_settings(config, recipe)
@@ -210,27 +205,20 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     if laid_out is None:
         return Output([])
     best, cells = plans[0], table(plans)
-    figures = _with_notes(best.figures(), space.config, laid_out, kind)
-    caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
-    lines = lambda: explained(best, flags.price, flags.kwh_price)
-    pictures = {
-        "png": lambda title, _: picture.png(picture.of_layouts(plans), title),
-        "html": lambda title, train: picture.page(
-            title,
-            figures,
-            cells,
-            picture.of_layouts(plans),
-            with_op_times(best.config, best.work) if best.work.settings.ours else None,
-            lines(),
-            train,
-        ),
-    }
-    compared = [*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else []
-    devices, text = f"{best.work.layout.devices:,} × {kind.name}", lambda: [*compared, *lines()]
-    return _output(flags, laid_out, recipe, kind, devices, caution, figures, text, pictures)
+    report = picture.PlanReport(
+        _with_notes(best.figures(), space.config, laid_out, kind),
+        devices=f"{best.work.layout.devices:,} × {kind.name}",
+        caution=NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits),
+        cells=cells,
+        bars=picture.of_layouts(plans),
+        drawn=with_op_times(best.config, best.work) if best.work.settings.ours else None,
+        lines=lambda: explained(best, flags.price, flags.kwh_price),
+        heading=[*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else (),
+    )
+    return _output(flags, laid_out, recipe, kind, report)
 
 
-def plans(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[Prediction]:
+def plans(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> list[Prediction]:
     """The plans that the flags ask for on one kind of device, the fastest first; [] where the flags
     are refused anyhow. Raises UsageError or ConfigError."""
     check_settings(config, recipe)
@@ -239,33 +227,40 @@ def plans(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[
 
 
 def _plans(
-    space: Space, flags: types.SimpleNamespace
-) -> tuple[MeshedConfig | None, list[Prediction]]:
+    space: layout_search.Space, flags: types.SimpleNamespace
+) -> tuple[cfg.MeshedConfig | None, list[Prediction]]:
     """The config with the layout of the first plan, and the plans: of --layout, or of the best
     layouts; (None, []) where other flags are refused and a search would take minutes."""
     tokens = flags.tokens or None
     if flags.layout:
         config = _laid_out(space, flags.layout)
-        resolved = config.resolve()
-        return config, [exactly(predict(resolved, space.hardware, flags.assume, tokens))]
-    space = _with_devices(space)
+        return config, [exactly(predict(config.resolve(), space.hardware, flags.assume, tokens))]
+    if not space.devices:  # those of the recipe's mesh
+        sizes = [getattr(space.config.mesh, axis) for axis in AXES]
+        known = [size for size in sizes if isinstance(size, int) and size > 0]
+        if len(known) < len(sizes):
+            raise cfg.UsageError(
+                "--devices is not given, and the recipe's mesh leaves the number open",
+                {"devices": math.prod(known)},
+            )
+        space = dataclasses.replace(space, devices=math.prod(sizes))
     if flags.refused:
-        check_fits(space)
+        layout_search.check_fits(space)
         return None, []
-    found = best_plans(space, tokens)
+    found = layout_search.best_plans(space, tokens)
     return layout_search.laid_out(space, found[0].work.layout), found
 
 
-def check_settings(config: Config, recipe: Config) -> None:
+def check_settings(config: cfg.Config, recipe: cfg.Config) -> None:
     """Raises ConfigError for the first setting that breaks a rule by itself, also of those that a
     layout replaces."""
     for path in cfg.fields():
         value = cfg.get(config, path)
         if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
-            raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
+            raise cfg.ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
 
 
-def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
+def _planned_groups(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> Output:
     """The output for a layout over groups of devices. Raises UsageError or ConfigError."""
     _refuse_others(
         flags,
@@ -276,7 +271,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     space = [_space(config, recipe, flags, group.hardware) for group in groups][0]
     count = sum(group.devices for group in groups)
     if flags.devices not in (0, count):
-        raise UsageError(
+        raise cfg.UsageError(
             f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}",
             {"devices": count},
         )
@@ -296,31 +291,29 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     laid_out = _laid_out(space, flags.layout)
     try:
         plan = heterogeneous.plan(laid_out.resolve(), groups, flags.assume)
-    except (ConfigError, UsageError):
+    except (cfg.ConfigError, cfg.UsageError):
         raise
     except ValueError as error:
         raise refused(
             f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
         ) from None
-    figures = _with_notes(
-        plan.figures(flags.tokens or None), space.config, laid_out, groups[0].hardware
-    )
     chunks = {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}
-    lines, bars = heterogeneous.describe(plan, flags.tokens), picture.of_groups(plan)
-    pictures = {
-        "png": lambda title, _: picture.png(bars, title, "stage (its layers)"),
-        "html": lambda title, train: picture.page(
-            title, figures, plan.table(), bars, plan.config, lines, train
-        ),
-    }
-    caution = ONE_KIND * (len(groups) > 1) + UNFIT * (not plan.fits)
-    trained, kind = cfg.replace(laid_out, chunks), groups[0].hardware
-    devices = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in groups)
-    return _output(flags, trained, recipe, kind, devices, caution, figures, lambda: lines, pictures)
+    kind, figures = groups[0].hardware, plan.figures(flags.tokens or None)
+    report = picture.PlanReport(
+        _with_notes(figures, space.config, laid_out, kind),
+        devices=" and ".join(f"{group.devices:,} × {group.hardware.name}" for group in groups),
+        caution=ONE_KIND * (len(groups) > 1) + UNFIT * (not plan.fits),
+        cells=plan.table(),
+        bars=picture.of_groups(plan),
+        drawn=plan.config,
+        lines=lambda: heterogeneous.describe(plan, flags.tokens),
+        below_axis="stage (its layers)",
+    )
+    return _output(flags, cfg.replace(laid_out, chunks), recipe, kind, report)
 
 
 def _with_notes(
-    figures: Mapping[str, Any], given: Config, config: MeshedConfig, kind: Hardware
+    figures: Mapping[str, Any], given: cfg.Config, config: cfg.MeshedConfig, kind: hardware.Hardware
 ) -> Mapping[str, Any]:
     """The figures of a plan, with a note for each setting that has no use in its config, and for
     names in `pipeline.save` that do not go with its recomputation.
@@ -343,33 +336,27 @@ def _with_notes(
 
 def _output(
     flags: types.SimpleNamespace,
-    config: Config,
-    recipe: Config,
-    kind: Hardware,
-    devices: str,
-    caution: str,
-    figures: Mapping[str, Any],
-    lines: Callable[[], list[str]],
-    pictures: Mapping[str, Callable[[str, list[str]], bytes]],
+    config: cfg.Config,
+    recipe: cfg.Config,
+    kind: hardware.Hardware,
+    report: picture.PlanReport,
 ) -> Output:
     """The output of a plan: its figures or its lines, its command, and the requested files. The
     command and the recipe have steps for --tokens, and placeholders for what only the user knows.
 
     config:  of the plan, to be trained
     kind:    of the devices; of groups the first one's
-    caution: how the command does not do what was planned, to be read after "to train it"
-    pictures: by their flag: makes the file from a title and the lines of the command
 
     Raises ConfigError if so many steps break a rule.
     """
-    files, name = {}, f"{_name(flags, config, recipe)}, on {devices}"
+    files, name = {}, f"{_name(flags, config, recipe)}, on {report.devices}"
     size = config.data.batch_size * config.data.sequence_length
     steps = math.ceil(flags.tokens / size) or config.train.steps
     changes = {**default_corpus(config), "train.steps": steps}
     file = flags.hardware.partition(":")[0]
     if "," not in flags.hardware and not (kind.device_kind and file in ("", *hardware.known())):
         changes["train.hardware"] = file  # which jax's name of the devices does not tell
-    config, known = cfg.replace(config, changes), Environment(None, kind.platform, recipe)
+    config, known = cfg.replace(config, changes), checks.Environment(None, kind.platform, recipe)
     cannot = f"train.steps has at most {cfg.LARGEST_INT:,}" * (steps > cfg.LARGEST_INT)
     if flags.assume != OURS and (broken := checks.first_violation(config, known)):
         cannot = cannot or f"{broken.field}={cfg.get(config, broken.field)!r} {broken.rule}"
@@ -378,21 +365,29 @@ def _output(
     if flags.recipe:
         files[flags.recipe] = recipe_text(config, f"{name}, as planned.").encode()
     command = None if cannot else _command(flags, config, recipe, kind)
-    train = [*(f"note: {note}" for note in figures["notes"]), f"no command trains it: {cannot}"]
+    train = [
+        *(f"note: {note}" for note in report.figures["notes"]),
+        f"no command trains it: {cannot}",
+    ]
     if command:
         train[-1:] = [
-            f"to train it{caution}, {steps:,} steps of {size:,} tokens, filling in each YOUR_…:",
+            f"to train it{report.caution}, {steps:,} steps of {size:,} tokens, filling in each "
+            "YOUR_…:",
             *[ELSEWHERE] * (PROCESSES in command),
             f"  {command}",
         ]
-    for flag in filter(functools.partial(getattr, flags), pictures):
-        files[getattr(flags, flag)] = pictures[flag](f"{name}, as planned", train)
+    if flags.png:
+        files[flags.png] = picture.png(report.bars, f"{name}, as planned", report.below_axis)
+    if flags.html:
+        files[flags.html] = picture.page(f"{name}, as planned", report, train)
     if flags.json:
-        return Output([json.dumps({**figures, "command": command})], files)
-    return Output([*lines(), *train], files)
+        return Output([json.dumps({**report.figures, "command": command})], files)
+    return Output([*report.heading, *report.lines(), *train], files)
 
 
-def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind: Hardware) -> str:
+def _command(
+    flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config, kind: hardware.Hardware
+) -> str:
     """The command that trains a plan's config: `train` with the flags that make it of the recipe.
     Simulated devices are asked for; processes on several GPU hosts need flags to find each other,
     those of a TPU slice do not."""
@@ -411,25 +406,25 @@ def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind:
 
 def _layout_of_groups(
     rule: str,
-    space: Space,
+    space: layout_search.Space,
     groups: Sequence[heterogeneous.Group],
     values: layout_flag.Values,
     text_of_groups: str,
-) -> UsageError:
+) -> cfg.UsageError:
     """The error with the nearest layout over these groups that works, one that fits before others.
     If none works, it has the devices of the first group alone."""
     working = []
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
-        with contextlib.suppress(UsageError, ConfigError):
+        with contextlib.suppress(cfg.UsageError, cfg.ConfigError):
             working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
     for text, config in sorted(
         working,
         key=lambda layout: not heterogeneous.hold_all_layers(layout[1], groups, space.assume),
     ):
-        with contextlib.suppress(ConfigError, ValueError):
+        with contextlib.suppress(cfg.ConfigError, ValueError):
             heterogeneous.plan(config, groups, space.assume)
-            return UsageError(rule, {"layout": text})
-    return UsageError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
+            return cfg.UsageError(rule, {"layout": text})
+    return cfg.UsageError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
@@ -437,65 +432,56 @@ def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str
     for flag in FLAGS:
         value = getattr(flags, flag.name)
         if flag.name not in known and value != flag.default:
-            raise UsageError(
+            raise cfg.UsageError(
                 f"{cfg.flag_text(flag.name, value)} has no meaning for {what}",
                 {flag.name: flag.default},
             )
 
 
-def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
+def _space(
+    config: cfg.Config, recipe: cfg.Config, flags: types.SimpleNamespace, kind: hardware.Hardware
+) -> layout_search.Space:
     """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
     compute, matmul = config.precision.compute, config.precision.matmul
     if compute not in kind.peak_tflops:
         dtype = next(
             (dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16"
         )
-        raise UsageError(
+        raise cfg.UsageError(
             f"precision.compute={compute!r} has no peak on {kind.name}",
             {"config.precision.compute": dtype},
         )
     # This trainer rounds, and multiplies in the compute type, where a device has no such products.
     known = [*(name for name, of in FORMATS.items() if of.peak in kind.peak_tflops), "compute"]
     if flags.assume != OURS and matmul not in known:
-        raise UsageError(
+        raise cfg.UsageError(
             f"precision.matmul={matmul!r} has no peak on {kind.name}",
             {"config.precision.matmul": known[0]},
         )
-    return Space(config, recipe, with_allocator(kind, flags.assume), flags.devices, flags.assume)
+    return layout_search.Space(
+        config, recipe, with_allocator(kind, flags.assume), flags.devices, flags.assume
+    )
 
 
-def _laid_out(space: Space, text: str) -> MeshedConfig:
+def _laid_out(space: layout_search.Space, text: str) -> cfg.MeshedConfig:
     """The config with the layout of --layout. Raises UsageError or ConfigError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
         data, rest = divmod(space.devices, count // values.get("data", 1))
-        raise UsageError(
+        raise cfg.UsageError(
             f"--devices={space.devices} and --layout, which is for {count}, are not the same "
             "number",
             {"devices": count},
             [] if rest else [f"data={data} in --layout"],
         )
-    known = Environment(None, space.hardware.platform, space.recipe, is_ours=space.assume == OURS)
+    known = checks.Environment(
+        None, space.hardware.platform, space.recipe, is_ours=space.assume == OURS
+    )
     return layout_flag.laid_out(space.config, values, known)
 
 
-def _with_devices(space: Space) -> Space:
-    """The space with the devices of the recipe's mesh, if no number is given. Raises UsageError if
-    the mesh leaves it open."""
-    if space.devices:
-        return space
-    sizes = [getattr(space.config.mesh, axis) for axis in AXES]
-    known = [size for size in sizes if isinstance(size, int) and size > 0]
-    if len(known) < len(sizes):
-        raise UsageError(
-            "--devices is not given, and the recipe's mesh leaves the number open",
-            {"devices": math.prod(known)},
-        )
-    return dataclasses.replace(space, devices=math.prod(sizes))
-
-
-def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
+def _name(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> str:
     """The name of what is planned: the recipe's, the number of parameters, and the flags that
     change the model, its numbers or the batch."""
     name = os.path.basename(flags.config).removesuffix(".py")

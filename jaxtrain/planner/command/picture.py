@@ -2,16 +2,16 @@
 the devices are of several kinds. `--png` draws them, `--html` puts them into a page, by the
 template page.html, that needs nothing else. No jax."""
 
+import dataclasses
 import html
 import pathlib
 import re
 import string
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search import layout_flag
@@ -20,10 +20,9 @@ from jaxtrain.planner.search.heterogeneous import HeterogeneousPlan
 from jaxtrain.planner.search.predict import SHORTENED, PlannedTable, Prediction
 from jaxtrain.planner.search.validation import KEYS
 from jaxtrain.schedule import drawing
-from jaxtrain.schedule.drawing import PARTS, stacked_bars
 
 WAITING = "waiting, and what is outside the table"
-COLOURS = PARTS | {WAITING: PARTS["bubble"]}
+COLOURS = drawing.PARTS | {WAITING: drawing.PARTS["bubble"]}
 
 
 class Bar(NamedTuple):
@@ -36,6 +35,32 @@ class Bar(NamedTuple):
     gib: Mapping[str, float]
     capacity: float
     seconds: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """A plan, as the command prints and draws it.
+
+    figures: the object that --json prints
+    devices: in words
+    caution: how the command does not do what was planned, to be read after "to train it"
+    cells:   of a table, the first line with the columns' names
+    bars:    of the other lines of the table, for its columns GiB and seconds
+    below_axis: what the names of the bars are
+    drawn:   the config whose schedule the page has; None for another framework's
+    heading: lines of text before the others, which the page does not have
+    lines:   makes the text, as CARD takes it
+    """
+
+    figures: Mapping[str, Any]
+    devices: str
+    caution: str
+    cells: Sequence[Sequence[str]]
+    bars: Sequence[Bar]
+    drawn: cfg.ResolvedConfig | None
+    lines: Callable[[], list[str]]
+    heading: Sequence[str] = ()
+    below_axis: str = ""
 
 
 def of_layouts(predictions: Sequence[Prediction]) -> list[Bar]:
@@ -100,8 +125,8 @@ def png(bars: Sequence[Bar], title: str, below_axis: str = "") -> bytes:
     above, below = figure.subplots(2, 1, sharex=True)
     above.set_ylabel("GiB of the fullest device")
     below.set(ylabel="seconds of a step", xlabel=below_axis)
-    stacked_bars(above, range(count), [bar.gib for bar in bars], WIDTH, COLOURS)
-    stacked_bars(below, range(count), [bar.seconds for bar in bars], WIDTH, COLOURS)
+    drawing.stacked_bars(above, range(count), [bar.gib for bar in bars], WIDTH, COLOURS)
+    drawing.stacked_bars(below, range(count), [bar.seconds for bar in bars], WIDTH, COLOURS)
     above.hlines(
         [bar.capacity for bar in bars],
         [i - 0.5 for i in range(count)],
@@ -134,9 +159,13 @@ def png(bars: Sequence[Bar], title: str, below_axis: str = "") -> bytes:
             )
     for axes in (above, below):
         handles, labels = axes.get_legend_handles_labels()
-        wrapped = [textwrap.fill(label, 32) for label in labels]
         axes.legend(
-            handles, wrapped, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True
+            handles,
+            [textwrap.fill(label, 32) for label in labels],
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+            fontsize=8,
+            reverse=True,
         )
     return drawing.as_png(figure)
 
@@ -150,24 +179,9 @@ CARD = re.compile(r"^(\S[^:\n]*): ?(.*)((?:\n .*)*)\n?", re.MULTILINE)
 SECTION = r"<section><h3>\1</h3><p>\2</p><pre>\3</pre></section>"
 
 
-def page(
-    title: str,
-    figures: Mapping[str, Any],
-    cells: Sequence[Sequence[str]],
-    bars: Sequence[Bar],
-    config: ResolvedConfig | None,
-    lines: Sequence[str],
-    train: Sequence[str],
-) -> bytes:
-    """The page of a plan.
-
-    figures: the object that --json prints
-    cells:   of a table, the first line with the columns' names
-    bars:    of the other lines of the table, for its columns GiB and seconds
-    config:  whose schedule is drawn; None for another framework's
-    lines:   the text, as CARD takes it
-    train:   lines about the command, and the command
-    """
+def page(title: str, report: PlanReport, train: Sequence[str]) -> bytes:
+    """The page of a plan. train: lines about the command, and the command"""
+    figures, cells, bars = report.figures, report.cells, report.bars
     sure = figures["validation"]
     behind = (
         f"{runs['rows']:4}  {runs['error']:13.1%}  {', '.join(runs[key] for key in KEYS)}"
@@ -199,9 +213,9 @@ def page(
             f'<span><i style="background:{COLOURS.get(part, OTHER)}"></i>{html.escape(part)}</span>'
             for part in dict.fromkeys(part for bar in bars for part in {**bar.gib, **bar.seconds})
         ),
-        cards=CARD.sub(SECTION, html.escape("\n".join(lines))),
+        cards=CARD.sub(SECTION, html.escape("\n".join(report.lines()))),
         behind=html.escape("\n".join(behind)),
-        schedule=_schedule(config),
+        schedule=_schedule(report.drawn),
         told=html.escape(" ".join(train[:-1])),
         command=html.escape(train[-1].strip()),
     ).encode()
@@ -219,14 +233,13 @@ def _bar(parts: Mapping[str, float], most: float, end: float = 0.0) -> str:
     return f'<div class="bar">{"".join([*pieces, *mark])}</div>'
 
 
-def _schedule(config: ResolvedConfig | None) -> str:
+def _schedule(config: cfg.ResolvedConfig | None) -> str:
     """The first rounds of a step's table, as HTML."""
     if config is None or config.mesh.stage == 1:
         return "<p>One stage, or a framework whose tables are its own: nothing is drawn.</p>"
     count, few = config.pipeline.microbatches, ROUNDS * config.mesh.stage
     shown = min(count, few) if config.pipeline.schedule in SHORTENED else count
-    shortened = cfg.replace(config, {"pipeline.microbatches": shown}).resolve()
-    setup = PlannedTable(shortened).setup
+    setup = PlannedTable(cfg.replace(config, {"pipeline.microbatches": shown}).resolve()).setup
     picture = drawing.svg(setup.table, setup.simulation().timeline_coupled, setup.table.name)
     return (
         f'<p class="soft">{shown} of the {count} microbatches of a step, by the exact clock</p>'

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxtrain.config.sizes import OUTER_BLOCK
-from jaxtrain.planner.layer.layer_collectives import LayerCollectives
+from jaxtrain.planner.layer.layer_collectives import LayerOpCollectives
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import (
     EXCHANGE,
@@ -61,15 +61,19 @@ class Parameters(NamedTuple):
         return bool(self.shard) and (others or self.as_zero3)
 
 
-class StepCollectives(LayerCollectives):
+class StepCollectives(LayerOpCollectives):
     """The collectives of a model's step with a layout."""
 
     # ------------------------------------------- embedding and head (runtime/embedding_and_head.py)
 
     def stage_sum(self, times: int = 1) -> Collective:
         """The collective that brings one stage's activation to all stages, or sums all of them."""
-        size = self.activation / self.layout.model * self.summed
-        return Collective(SUM, (STAGE,) * self.shares_vocabulary, size, times)
+        return Collective(
+            SUM,
+            (STAGE,) * self.shares_vocabulary,
+            self.activation / self.layout.model * self.summed,
+            times,
+        )
 
     def lookup(self, table: Parameters) -> list[Collective]:
         """The collectives of the embedding. Of a table that ZeRO-3 has scattered the tokens'

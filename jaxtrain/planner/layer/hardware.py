@@ -44,8 +44,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxtrain.config import kernels
-from jaxtrain.config.errors import UsageError, shown
+from jaxtrain.config import UsageError, kernels, shown
 from jaxtrain.config.sizes import gpu_memory
 
 T = TypeVar("T")
@@ -261,8 +260,7 @@ def load(name: str) -> Hardware:
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
     """A file's object with the figures of the kind that it is like. Raises ValueError for an
     unknown key, and where no kind has that name."""
-    names = (field.name for field in dataclasses.fields(Hardware))
-    _check_keys(values, (*names, "like"), "")
+    _check_keys(values, (*(field.name for field in dataclasses.fields(Hardware)), "like"), "")
     if "like" not in values:
         return values
     name = values["like"]

@@ -119,8 +119,14 @@ def joints(layer: Layer) -> Joints:
             # a vector that is added to a product has its type; each product's part has a sum
             times = uses[owner(array.name)]
             sizes[array.cast or times > 0] += array.size * max(1, times)
-    sent = tuple(inputs.values()), tuple(results.values()), tuple(by_call.values())
-    return Joints(*sent, tuple(by_module), sizes[False], sizes[True])
+    return Joints(
+        tuple(inputs.values()),
+        tuple(results.values()),
+        tuple(by_call.values()),
+        tuple(by_module),
+        float32=sizes[False],
+        cast=sizes[True],
+    )
 
 
 def _module(name: str) -> str:
@@ -266,7 +272,7 @@ class ExpertCollectives(Activations):
         return again(ROUTED) and (self.settings.fp8 or again(MLP_IN))
 
 
-class LayerCollectives(ExpertCollectives):
+class LayerOpCollectives(ExpertCollectives):
     """The collectives of a layer (models/)."""
 
     def layer(

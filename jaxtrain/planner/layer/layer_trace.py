@@ -87,8 +87,10 @@ def layer_of(cfg: ResolvedModel, dense: bool) -> Layer:
     tree, bind = specs(block), binder(block)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
     shapes = [jax.ShapeDtypeStruct(s.shape, jnp.bfloat16 if s.cast else "float32") for s in leaves]
-    shapes.append(jax.ShapeDtypeStruct((1, TOKENS, cfg.width), jnp.bfloat16))
-    shapes.append(jax.ShapeDtypeStruct((1, TOKENS), jnp.int32))
+    shapes += [
+        jax.ShapeDtypeStruct((1, TOKENS, cfg.width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, TOKENS), jnp.int32),
+    ]
     forward = lambda *args: bind(jax.tree.unflatten(treedef, args[:-2]))(*args[-2:])
     with traced_for(AbsentDevice("cpu")):
         closed = jax.make_jaxpr(forward)(*shapes)
@@ -140,7 +142,7 @@ class _Reading:
         choices: int,
         calls: dict[str, list[int]],
     ):
-        self._jaxpr, self._choices, self._calls = jaxpr, choices, calls
+        self._choices, self._calls = choices, calls
         self._axes: dict[Any, tuple[str, ...]] = {}  # such a value → what splits its dimensions
         # values that depend on parameters alone → these
         self._fixed: dict[Any, tuple[ParameterShape, ...]] = dict.fromkeys(jaxpr.constvars, ())
@@ -159,7 +161,14 @@ class _Reading:
         self._norms: set[Any] = set()  # what norms divide by
         self._scores = self._core = self._inner = 0.0
         self._norms_and_sums = 0
-        needed = self._read_by_backward()
+        needed: set[Any] = set()  # values that the backward reads
+        uses = collections.Counter(a for e in jaxpr.eqns for a in variables(e.invars))
+        for equation in reversed(jaxpr.eqns):
+            inputs, result = variables(equation.invars), equation.outvars[0]
+            if not _is_linear(equation) or not needed.isdisjoint(equation.outvars):
+                needed.update(inputs)
+            if equation.primitive.name in SAME | {"add"}:
+                self._sums |= {a: self._sums.get(result, result) for a in inputs if uses[a] == 1}
         for equation in jaxpr.eqns:
             self._read(equation, needed)
 
@@ -171,19 +180,15 @@ class _Reading:
             others = products.get(key, key)
             names, columns = others.names + product.names, others.outputs + product.outputs
             products[key] = product._replace(names=names, outputs=columns)
-        figures = self._scores, self._core, self._norms_and_sums, self._inner, self._choices
-        return Layer(arrays, tuple(products.values()), *figures)
-
-    def _read_by_backward(self) -> set[Any]:
-        needed: set[Any] = set()
-        uses = collections.Counter(a for e in self._jaxpr.eqns for a in variables(e.invars))
-        for equation in reversed(self._jaxpr.eqns):
-            inputs, result = variables(equation.invars), equation.outvars[0]
-            if not _is_linear(equation) or not needed.isdisjoint(equation.outvars):
-                needed.update(inputs)
-            if equation.primitive.name in SAME | {"add"}:
-                self._sums |= {a: self._sums.get(result, result) for a in inputs if uses[a] == 1}
-        return needed
+        return Layer(
+            arrays,
+            tuple(products.values()),
+            self._scores,
+            self._core,
+            self._norms_and_sums,
+            self._inner,
+            self._choices,
+        )
 
     def _read(self, equation: Any, needed: set[Any]) -> None:
         inputs, outputs = variables(equation.invars), equation.outvars
@@ -261,8 +266,20 @@ class _Reading:
         call = calls.pop(0) if len(calls) > 1 else calls[0]  # of a parameter that is used again
         result = equation.outvars[0]
         gradient = self._values.setdefault(self._sums.get(result, result), len(self._values))
-        fields = split, number, call, experts, "", read, first.product, gradient
-        self._products.append(Product(names, inputs, columns, *fields))
+        self._products.append(
+            Product(
+                names,
+                inputs,
+                columns,
+                split,
+                value=number,
+                call=call,
+                experts=experts,
+                read=read,
+                fp8=first.product,
+                gradient=gradient,
+            )
+        )
         times = self._choices if experts else 1
         if split == INPUTS and not self._in_attention(value):
             self._inner += inputs * times

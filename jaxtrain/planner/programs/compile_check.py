@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ConfigError, ResolvedConfig, one_line
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import ConfigError, ResolvedConfig, UsageError, one_line
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
 from jaxtrain.config.rules import checks
@@ -120,8 +119,9 @@ class CompileCheck:
     @property
     def total(self) -> MemoryPart:
         """All parts. `compiled` is XLA's sum of arguments, temporary memory and results."""
-        planned = sum(part.planned or 0.0 for part in self.parts)
-        return MemoryPart("total", float(self.compiled.total), planned)
+        return MemoryPart(
+            "total", float(self.compiled.total), sum(part.planned or 0.0 for part in self.parts)
+        )
 
     @property
     def error(self) -> float:
@@ -253,13 +253,12 @@ def step_loops(
     """
     table = columns(setup.train) if setup.train else None
     runs, placement = table.runs if table else {}, setup.placement
-    units = range(placement.units_per_stage)
     return StepLoops(
         program,
         stage,
         op_runs={op: int(column[:, stage].sum()) for op, column in runs.items()},
         busy_ticks=int(table.busy[:, stage].sum()) if table else 0,
-        layers=[placement.layer_count(unit, stage) for unit in units],
+        layers=[placement.layer_count(unit, stage) for unit in range(placement.units_per_stage)],
         expert_tokens=expert_tokens,
     )
 

@@ -102,5 +102,4 @@ def collectives(
             device = int(np.ravel_multi_index(place, tuple(mesh.values())))
             if device not in dict(pairs(inner.text)):
                 sending = 0.0
-        dtype = operands[0].types[0]
-        yield CompiledCollective(inner, kind, dtype, axes, devices, size, sending)
+        yield CompiledCollective(inner, kind, operands[0].types[0], axes, devices, size, sending)

@@ -67,8 +67,7 @@ class StepLoops:
         for i in self.program.inline(computation or self.program.entry):
             yield Executed(i, float(times), loops)
             if i.opcode == "while":
-                trips = self.trips(i, times)
-                yield from self.executed(i.calls["body"], times * trips, (*loops, i))
+                yield from self.executed(i.calls["body"], times * self.trips(i, times), (*loops, i))
 
     def trips(self, loop: Instruction, times: Any) -> Any:
         """The mean trip count of a loop that is entered `times` a step, an integer or a fraction.

@@ -174,8 +174,8 @@ def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float)
         raise TraceError("the trace has no work of a device")
     device = max(busy, key=lambda number: busy[number])
     parts = shared_out(spans[device]) * (1 / steps)
-    waiting = {WAITING: max(0.0, step_time_s - parts.seconds)}
-    return Trace(step_time_s, device, {**parts.exposed, **waiting}, parts.hidden)
+    exposed = {**parts.exposed, WAITING: max(0.0, step_time_s - parts.seconds)}
+    return Trace(step_time_s, device, exposed, parts.hidden)
 
 
 def without_waiting(events: Events, kinds: Kinds) -> Events:

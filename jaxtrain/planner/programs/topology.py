@@ -26,8 +26,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain import config as configs
-from jaxtrain.config import ResolvedConfig
-from jaxtrain.config.errors import UsageError
 from jaxtrain.devices.startup import set_xla_flags
 from jaxtrain.planner.layer import hardware, torus_links
 from jaxtrain.planner.programs.program import Program
@@ -98,8 +96,9 @@ class Platform:
     @property
     def version(self) -> str:
         """The version of the installed compiler; "" if it is missing."""
-        path = [str(compilers()), *sys.path]
-        packages = importlib.metadata.distributions(name=self.package, path=path)
+        packages = importlib.metadata.distributions(
+            name=self.package, path=[str(compilers()), *sys.path]
+        )
         return next((package.version for package in packages), "")
 
     @property
@@ -211,18 +210,18 @@ def parse(text: str) -> Topology:
     name, _, sizes = text.lower().strip().partition(":")
     if name not in PLATFORMS:
         near = (difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]
-        raise UsageError(
+        raise configs.UsageError(
             f"--topology={text!r} is none of {FORMS}", {"topology": fitting(near, EXAMPLE).text}
         )
     platform = PLATFORMS[name]
     if not re.fullmatch(r"\d{1,6}(x\d{1,6})*", sizes) or sizes.count("x") != platform.sizes - 1:
-        raise UsageError(
+        raise configs.UsageError(
             f"--topology={text!r} is not written as {platform.form}",
             {"topology": fitting(name, EXAMPLE).text},
         )
     topology = Topology(platform, tuple(map(int, sizes.split("x"))))
     if topology != topology.nearest:
-        raise UsageError(
+        raise configs.UsageError(
             f"--topology={text!r} is no {name} topology ({platform.rule})",
             {"topology": topology.nearest.text},
         )
@@ -240,7 +239,7 @@ def fitting(name: str, devices: int) -> Topology:
     )
     possible = [topology for topology in topologies if topology == topology.nearest]
     if not possible:
-        raise UsageError(f"no {name} topology has {devices} devices ({platform.rule})")
+        raise configs.UsageError(f"no {name} topology has {devices} devices ({platform.rule})")
     return possible[0]
 
 
@@ -276,7 +275,7 @@ class Compiled:
 
 def compile_config(
     devices: Topology,
-    config: ResolvedConfig,
+    config: configs.ResolvedConfig,
     options: Mapping[str, Any] | None = None,
     program: str = "train",
 ) -> Compiled:
@@ -309,8 +308,10 @@ def compile_config(
         )
         if done.returncode:
             raise Refused(f"{devices.text} {program}\n{done.stderr[-6000:]}")
-        figures = json.loads(pathlib.Path(folder, "figures.json").read_text())
-        return Compiled(pathlib.Path(folder, "program.txt").read_text(), **figures)
+        return Compiled(
+            pathlib.Path(folder, "program.txt").read_text(),
+            **json.loads(pathlib.Path(folder, "figures.json").read_text()),
+        )
 
 
 def main(folder: str) -> None:
@@ -332,13 +333,12 @@ def main(folder: str) -> None:
     devices = topologies.get_topology_desc(**topology.arguments()).devices
     mesh = make_mesh(sizes_of(config.mesh), devices)
     step = make_step(config, mesh)
-    state = step.abstract_state()
     with jax.set_mesh(mesh), jax.default_device(devices[0]), cudnn.stand_in():
         begin = time.time()
         if program == "train":
             lowered = step.lower()
         else:
-            lowered = getattr(step, program).lower(state.read, step.abstract_batch)
+            lowered = getattr(step, program).lower(step.abstract_state().read, step.abstract_batch)
         traced = time.time()
         compiled = lowered.compile(compiler_options=request["options"])
         done = time.time()

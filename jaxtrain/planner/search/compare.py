@@ -192,7 +192,7 @@ def read(folder: pathlib.Path) -> PlannedStep | None:
     try:
         values: dict[str, Any] = read_json(folder / PLANNED, folder=folder)
         values["trace"] = Trace(**values["trace"]) if values["trace"] else None
-        names = [field.name for field in dataclasses.fields(PlannedStep)]
-        return PlannedStep(**{name: values[name] for name in names})
+        fields = dataclasses.fields(PlannedStep)
+        return PlannedStep(**{field.name: values[field.name] for field in fields})
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -14,11 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, MeshedConfig
-from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import setting_value
 from jaxtrain.config.rules import checks
-from jaxtrain.config.rules.checks import UNKNOWN, Environment
 from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
 from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
@@ -83,7 +80,7 @@ def read(text: str) -> Values:
             rule, instead = f"names {key} twice", []
         else:
             rule, instead = f"has no value for {key}", [text_of({key: _example(key)})]
-        raise UsageError(
+        raise cfg.UsageError(
             f"--layout {rule}", {"layout": ",".join([*words[:at], *instead, *words[at + 1 :]])}
         )
     return values
@@ -116,7 +113,7 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
     return max(1, _example(key)), f"which must be a whole number from {least} on"
 
 
-def of(config: MeshedConfig) -> Values:
+def of(config: cfg.MeshedConfig) -> Values:
     """The layout of a config whose batch divides: every key."""
     values = {key: cfg.get(config, path) for key, path in SETTINGS.items()}
     return values | {
@@ -139,7 +136,7 @@ def devices(values: Mapping[str, Any]) -> int:
     return math.prod(values.get(axis, 1) for axis in AXES)
 
 
-def apply(config: Config, values: Values) -> Config:
+def apply(config: cfg.Config, values: Values) -> cfg.Config:
     """The config with this layout. Raises UsageError if the batch does not divide."""
     batch, microbatches = config.data.batch_size, config.pipeline.microbatches
     if isinstance(batch, int) and batch > 0:  # otherwise `check` refuses the config's batch
@@ -173,7 +170,7 @@ def _microbatches(batch: int, count: int, values: Values) -> int:
     return count if count > 0 and not rest and each % values.get(MICROBATCH, count) == 0 else 0
 
 
-def _undivided(config: Config, values: Values) -> UsageError:
+def _undivided(config: cfg.Config, values: Values) -> cfg.UsageError:
     """The error for a batch that does not divide, with the nearest layout with which it does."""
     batch, parts, count = config.data.batch_size, shards(values), config.pipeline.microbatches
     split = [f"{axis}={values[axis]}" for axis in BATCH_AXES if values.get(axis, 1) > 1]
@@ -193,9 +190,9 @@ def _undivided(config: Config, values: Values) -> UsageError:
     tried = list(itertools.islice(_dividing(batch, count, values), MOST_TRIED))
     working = [layout for layout in tried if _keeps_rules(config, layout)] or tried
     if working:
-        return UsageError(f"--layout{rule}", {"layout": text_of(working[0])})
+        return cfg.UsageError(f"--layout{rule}", {"layout": text_of(working[0])})
     multiple = parts * values.get(MICROBATCH, max(1, count))
-    return UsageError(
+    return cfg.UsageError(
         f"--layout{rule}", {"config.data.batch_size": -(-batch // multiple) * multiple}
     )
 
@@ -215,14 +212,18 @@ def _dividing(batch: int, count: int, values: Values) -> Iterator[Values]:
         yield layout
 
 
-def _keeps_rules(config: Config, values: Values, environment: Environment = UNKNOWN) -> bool:
+def _keeps_rules(
+    config: cfg.Config, values: Values, environment: checks.Environment = checks.UNKNOWN
+) -> bool:
     """True if the batch divides, and no rule of training is broken."""
     if not _microbatches(config.data.batch_size, config.pipeline.microbatches, values):
         return False
     return checks.first_violation(apply(config, values), environment) is None
 
 
-def laid_out(config: Config, values: Values, environment: Environment) -> MeshedConfig:
+def laid_out(
+    config: cfg.Config, values: Values, environment: checks.Environment
+) -> cfg.MeshedConfig:
     """The config with this layout. Raises UsageError or ConfigError for the first rule of training
     that it breaks, with the nearest settings that keep all rules: in --layout where it has them,
     with its microbatch if that works."""
@@ -243,4 +244,4 @@ def laid_out(config: Config, values: Values, environment: Environment) -> Meshed
     if not _keeps_rules(cfg.replace(config, others), use, environment):
         use = named | {MICROBATCH: fixed[MICROBATCH]}
     flags = {"layout": text_of(use)} | {f"config.{path}": value for path, value in others.items()}
-    raise UsageError(str(error).rpartition(": use ")[0], flags)
+    raise cfg.UsageError(str(error).rpartition(": use ")[0], flags)

@@ -26,11 +26,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, MeshedConfig, shards_ends
-from jaxtrain.config.errors import UsageError
 from jaxtrain.config.groups.layout_settings import MOST_MICROBATCHES
 from jaxtrain.config.rules import checks
-from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
 from jaxtrain.planner.layer.hardware import GIB, Hardware, known, load
@@ -73,8 +70,8 @@ class Space:
     assume:  the framework that runs the step, a name of other_frameworks.FRAMEWORKS
     """
 
-    config: Config
-    recipe: Config
+    config: cfg.Config
+    recipe: cfg.Config
     hardware: Hardware
     devices: int
     assume: str = OURS
@@ -100,7 +97,7 @@ def best_plans(space: Space, tokens: float | None) -> list[Prediction]:
     for candidates in by_offload(space):
         plans = []
         for candidate in candidates:
-            with contextlib.suppress(ConfigError):  # no table for such stages and microbatches
+            with contextlib.suppress(cfg.ConfigError):  # no table for such stages and microbatches
                 plans.append(exactly(_with_table(space, candidate.layout, tokens)))
         # A candidate fits by closed forms; its plan has to by its own table, too.
         fitting = [plan for plan in plans if plan.fits]
@@ -115,8 +112,12 @@ def _with_table(space: Space, layout: Layout, tokens: float | None) -> Predictio
 
     def predicted(layers: int) -> Prediction:
         remat = f"{mode}:{layers}" if 0 < layers < most else mode
-        config = laid_out(space, layout.with_remat(remat)).resolve()
-        return predict(config, space.hardware, space.assume, tokens)
+        return predict(
+            laid_out(space, layout.with_remat(remat)).resolve(),
+            space.hardware,
+            space.assume,
+            tokens,
+        )
 
     mode = layout.recomputation.mode
     most = max(layout.units(space.config.model.layers))
@@ -142,7 +143,7 @@ def check(space: Space) -> None:
     UsageError for a setting that belongs to one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
-            raise UsageError(
+            raise cfg.UsageError(
                 f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is "
                 "to find",
                 {f"config.{path}": cfg.get(space.recipe, path)},
@@ -171,7 +172,7 @@ def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
     return (_search(space, offload) for offload in layout_flag.choices("offload"))
 
 
-def laid_out(space: Space, layout: Layout) -> MeshedConfig:
+def laid_out(space: Space, layout: Layout) -> cfg.MeshedConfig:
     """The space's config with a layout."""
     values = {key: getattr(layout, key) for key in layout_flag.KEYS if key != "vocabulary"}
     of_layout = {"pipeline.save": layout.save, "parallel.expert_nodes": layout.expert_nodes}
@@ -236,8 +237,8 @@ def _keeps_rules(space: Space, layout: Layout) -> bool:
     return checks.first_violation(laid_out(space, layout), _environment(space, layout)) is None
 
 
-def _environment(space: Space, layout: Layout) -> Environment:
-    return Environment(
+def _environment(space: Space, layout: Layout) -> checks.Environment:
+    return checks.Environment(
         layout.devices, space.hardware.platform, space.recipe, is_ours=space.assume == OURS
     )
 
@@ -280,8 +281,7 @@ def least_memory(space: Space, enough: float = 0.0) -> tuple[float, Layout] | No
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
         for layout in _tables(work.on(smallest)):
-            tried = work.on(layout)
-            size = memory(tried, space.config.model.loss_chunk).bytes
+            size = memory(work.on(layout), space.config.model.loss_chunk).bytes
             if not least or size < least[0]:
                 least = size, layout
             if size <= enough:
@@ -318,14 +318,15 @@ def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
         each = space.config.data.batch_size // work.layout.batch_shards
         sizes = [size for size in divisors(each) if size <= MOST_SEQUENCES]
         for size in sizes:
-            layout = dataclasses.replace(
-                work.layout,
-                microbatch=size,
-                microbatches=each // size,
-                remat="none",
-                offload=offload,
+            yield work.on(
+                dataclasses.replace(
+                    work.layout,
+                    microbatch=size,
+                    microbatches=each // size,
+                    remat="none",
+                    offload=offload,
+                )
             )
-            yield work.on(layout)
 
 
 def meshes(space: Space) -> Iterator[Layout]:
@@ -339,38 +340,30 @@ def meshes(space: Space) -> Iterator[Layout]:
     for model, context, expert in itertools.product(models, contexts, experts):
         inside = Layout(model=model, context=context, expert=expert, replica=replicas)
         outside, rest = divmod(n, model * context * expert)
-        if rest or not _cuts_evenly(space, inside):
+        # the rules that are left where the shards divide the batch
+        evenly = cfg.replace(space.config, {"data.batch_size": inside.batch_shards})
+        if rest or not _keeps_rules(dataclasses.replace(space, config=evenly), inside):
             continue
         for stage in (size for size in divisors(outside) if size <= m.layers):
             shards = outside // stage
             if shards % replicas == 0 and data.batch_size % (shards * expert) == 0:
                 mesh = dataclasses.replace(inside, data=shards // replicas, stage=stage)
                 ends, pipeline = space.config.parallel.ends, space.config.pipeline
-                sharded = ends == "auto" and shards_ends(m, stage, pipeline)
+                sharded = ends == "auto" and cfg.shards_ends(m, stage, pipeline)
+                # Nodes of experts are the islands over which these lie; with one device of
+                # `expert` on each, tokens do not go to nodes first.
+                nodes = Links(mesh, space.hardware).islands(EXPERT)
+                in_two_steps = space.config.parallel.expert_nodes > 1 and nodes < mesh.expert
                 yield dataclasses.replace(
                     mesh,
-                    expert_nodes=_nodes(space, mesh),
+                    expert_nodes=nodes if in_two_steps else 1,
                     shards_ends=sharded or ends == "sharded",
                 )
-
-
-def _nodes(space: Space, mesh: Layout) -> int:
-    """The islands over which experts lie, if tokens of the request go to nodes first; otherwise, or
-    with one device of `expert` on each, 1."""
-    nodes = Links(mesh, space.hardware).islands(EXPERT)
-    in_two_steps = space.config.parallel.expert_nodes > 1 and nodes < mesh.expert
-    return nodes if in_two_steps else 1
 
 
 def _replicas(space: Space) -> int:
     """The number of independent replicas, which does not change the speed; 1 without these."""
     return max(1, space.config.mesh.replica) if space.config.train.diloco_inner_steps else 1
-
-
-def _cuts_evenly(space: Space, layout: Layout) -> bool:
-    """True if the layout keeps the rules with a batch that its shards divide."""
-    config = cfg.replace(space.config, {"data.batch_size": layout.batch_shards})
-    return _keeps_rules(dataclasses.replace(space, config=config), layout)
 
 
 def _tables(work: StepModel) -> Iterator[Layout]:
@@ -395,7 +388,7 @@ def _tables(work: StepModel) -> Iterator[Layout]:
 # --- where none fits ----------------------------------------------------------------------------
 
 
-def _none_fits(space: Space) -> UsageError:
+def _none_fits(space: Space) -> cfg.UsageError:
     """The error for a search without a result, with the first request that works: another number of
     devices, a larger batch, other hardware, fewer layers, shorter sequences."""
     least = least_memory(space)
@@ -438,7 +431,7 @@ def _none_fits(space: Space) -> UsageError:
             for n in _halves(space.config.data.sequence_length)
         ),
     ]
-    return UsageError(
+    return cfg.UsageError(
         rule,
         next((flags for flags in requests if _fits(_with_flags(space, flags))), {"config": "tiny"}),
     )
@@ -482,7 +475,7 @@ def _with_flags(space: Space, flags: dict[str, Any]) -> Space:
 
 def _fits(space: Space) -> bool:
     """True if a layout fits, by closed forms, and keeps all rules."""
-    with contextlib.suppress(ConfigError, UsageError):
+    with contextlib.suppress(cfg.ConfigError, cfg.UsageError):
         check(space)
         least = least_memory(space, space.hardware.memory)
         return least is not None and least[0] <= space.hardware.memory

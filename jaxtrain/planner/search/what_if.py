@@ -19,10 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, MeshConfig, PipelineConfig, ResolvedConfig, kernels
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import kernels
 from jaxtrain.config.rules import checks
-from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
 from jaxtrain.config.rules.rules import divisors
 from jaxtrain.config.saved_values import LAYER_INPUT, saved_with
@@ -33,7 +31,6 @@ from jaxtrain.planner.search import compare, layout_flag
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import step_model_of
-from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.run.files import CONFIG_FILE, PLANNED, read_json
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
@@ -72,11 +69,15 @@ def single_changes(prediction: Prediction) -> list[Change]:
             config = chosen
     exact, layout = prediction.seconds / work.step().seconds, layout_flag.of(config.on_own_mesh())
     changes = []
-    environment = Environment(
+    environment = checks.Environment(
         work.layout.devices, work.hardware.platform, config, is_ours=work.settings.ours
     )
-    candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
-    for settings in (*candidates, *_nodes_of_experts(work)):
+    candidates = [*_candidates(config.mesh, config.pipeline, config.parallel.zero)]
+    nodes = work.links.islands(EXPERT)
+    if 1 < nodes < work.layout.expert and nodes != work.layout.expert_nodes:
+        # the islands that `expert` spans as nodes, to which tokens go once
+        candidates.append({"parallel.expert_nodes": nodes})
+    for settings in candidates:
         changed = cfg.replace(config, settings)
         if checks.first_violation(changed, environment):
             continue
@@ -86,12 +87,20 @@ def single_changes(prediction: Prediction) -> list[Change]:
             key: value for key, value in layout_flag.of(resolved).items() if value != layout[key]
         }
         needs = memory(other, config.model.loss_chunk).bytes
-        text = layout_flag.text_of(differs) or cfg.suggestion(settings)
-        changes.append(Change(settings, text, exact * other.step().seconds, needs))
+        changes.append(
+            Change(
+                settings,
+                layout_flag.text_of(differs) or cfg.suggestion(settings),
+                exact * other.step().seconds,
+                needs,
+            )
+        )
     return sorted(changes, key=lambda change: change.seconds)
 
 
-def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterator[dict[str, Any]]:
+def _candidates(
+    mesh: cfg.MeshConfig, pipeline: cfg.PipelineConfig, zero: int
+) -> Iterator[dict[str, Any]]:
     """Settings for each single change, before any rule is checked."""
     for remat in layout_flag.choices("remat")[::-1]:
         if remat != pipeline.remat:
@@ -130,19 +139,12 @@ def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterat
             yield sizes | {"pipeline.repeats": 0}
 
 
-def _nodes_of_experts(work: StepModel) -> Iterator[dict[str, Any]]:
-    """The islands that `expert` spans as nodes, to which tokens go once."""
-    layout, nodes = work.layout, work.links.islands(EXPERT)
-    if 1 < nodes < layout.expert and nodes != layout.expert_nodes:
-        yield {"parallel.expert_nodes": nodes}
-
-
 # --- memory that was not there --------------------------------------------------------------------
 
 LESS = 0.9  # of the planned bytes, for a step that was planned to fit and does not
 
 
-def fitting(config: Config, environment: Environment, asked: int, available: int) -> str:
+def fitting(config: cfg.Config, environment: checks.Environment, asked: int, available: int) -> str:
     """The rest of the line about a step that has no memory: its planned bytes by part, and the
     fewest flags with which it is planned to fit, that keep every rule and train the same.
 
@@ -172,7 +174,7 @@ def fitting(config: Config, environment: Environment, asked: int, available: int
     return f"; a device is planned to need {now.bytes / GIB:.3g} GiB ({parts}): use {use}"
 
 
-def _smaller(config: ResolvedConfig, simulated: bool) -> list[dict[str, Any]]:
+def _smaller(config: cfg.ResolvedConfig, simulated: bool) -> list[dict[str, Any]]:
     """Changes that may take less memory and train the same but for rounding: fewer settings first,
     and the host's memory last."""
     single = [*_candidates(config.mesh, config.pipeline, config.parallel.zero)]
@@ -230,7 +232,7 @@ def _read(workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.P
         problem = f"cannot be read ({error.strerror})"
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as e:
         problem = f"is not what a run writes ({' '.join(str(e).split())[:100]})"
-    raise UsageError(
+    raise cfg.UsageError(
         f"--advise={cfg.shown(str(workdir))}: its {name} {problem}: name the folder of a run"
     )
 
@@ -249,7 +251,7 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
     ]
     later = records[len(records) // 2 :] if len(records) > 2 else records[1:]
     if not later:
-        raise UsageError(
+        raise cfg.UsageError(
             f"--advise={cfg.shown(str(workdir))} has {len(records)} records with a step's time: "
             "let it run for some steps more"
         )
@@ -321,7 +323,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     ]
 
 
-def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> None:
+def _check(workdir: str | os.PathLike, config: cfg.Config, hardware: Hardware) -> None:
     """Raises UsageError for a config that the planner cannot take on this hardware."""
     unknown = [
         f"mesh.{axis}={size}"
@@ -331,13 +333,13 @@ def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> No
     ]
     if unknown:
         rule = f"its {CONFIG_FILE} has {unknown[0]}, which is no size that the planner could take"
-    elif refusal := checks.error_of(config, Environment(None, hardware.platform, config)):
+    elif refusal := checks.error_of(config, checks.Environment(None, hardware.platform, config)):
         rule = f"its {CONFIG_FILE} is no run's: {str(refusal).partition(': use ')[0]}"
     elif config.precision.compute not in hardware.peak_tflops:
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
     else:
         return
-    raise UsageError(
+    raise cfg.UsageError(
         f"--advise={cfg.shown(str(workdir))}: {rule}",
         {"hardware": ""},
         advice="for what the records alone say",

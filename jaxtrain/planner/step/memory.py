@@ -123,7 +123,12 @@ def memory(
     # Without masters other frameworks quantize a layer's weights as it is gathered.
     if settings.fp8 and (settings.ours or settings.master_bytes):
         of_ends = 1.0 if held.sharded_ends is None else held.sharded_ends / held.ends
-        products = held.layers + of_ends * _products_at_ends(step)
+        # parameters before and after a device's layers that multiply in FP8
+        model = step.model
+        at_ends = model.dense_layers * step.layer_parameters(True) + model.mtp_depth * (
+            step.layer_parameters() + 2 * model.width**2
+        )
+        products = held.layers + of_ends * at_ends
         # Megatron's masters are beside parameters of the format that is gathered.
         stored = cast if settings.ours else settings.weight_bytes
         quantized = (numbers - stored * (settings.format.sent < ITEM)) * products
@@ -163,14 +168,6 @@ def memory(
     return MemoryBreakdown(parts, pools)
 
 
-def _products_at_ends(step: StepModel) -> float:
-    """Parameters before and after a device's layers that multiply in FP8."""
-    model = step.model
-    return model.dense_layers * step.layer_parameters(True) + model.mtp_depth * (
-        step.layer_parameters() + 2 * model.width**2
-    )
-
-
 # --- our own runtime ----------------------------------------------------------------------------
 
 
@@ -202,8 +199,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
         "layer_input": residuals * layout.saves_inputs,
         **dict(zip(SAVED, (residuals, residuals, stashes), strict=True)),
     }
-    shared = step.settings.vocabulary_parallel
-    return SlotCounts(pools, layers, stored, shared, saved_layers=saved)
+    return SlotCounts(pools, layers, stored, step.settings.vocabulary_parallel, saved_layers=saved)
 
 
 def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepModel | None:
@@ -216,8 +212,7 @@ def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepM
 
     def recomputing(layers: int) -> StepModel:
         every = layers == max(units) or mode == "none"
-        layout = step.layout.with_remat(mode if every else f"{mode}:{layers}")
-        return step.on(layout)
+        return step.on(step.layout.with_remat(mode if every else f"{mode}:{layers}"))
 
     fits = lambda layers: memory(recomputing(layers), loss_chunk, enough=capacity).bytes <= capacity
     if not fits(most := max(units)):
@@ -249,8 +244,10 @@ def best_interval(step: StepModel) -> float | None:
     if slots is None:
         return None
     layer = layer_bytes(step, remat="none")
-    stored = ("residual_b", "residual_w", "weight_stash")
-    rebuilt = sum(slots.pools[pool] * getattr(layer, pool) for pool in stored)
+    rebuilt = sum(
+        slots.pools[pool] * getattr(layer, pool)
+        for pool in ("residual_b", "residual_w", "weight_stash")
+    )
     layers = math.ceil(step.model.layers / step.layout.stage)
     in_flight = slots.pools["activation"] / max(1, step.layout.repeats)
     return min(layers, max(1.0, math.sqrt(in_flight * layers * layer.input / rebuilt)))
@@ -361,8 +358,7 @@ def _of_gateway(step: StepModel) -> float:
     model, nodes = step.model, step.layout.expert_nodes
     if not model.experts or nodes == 1:
         return 0.0
-    rows = nodes * step.tokens + sent_by_gateway(model, step.layout)
-    return step.item * model.width * rows
+    return step.item * model.width * (nodes * step.tokens + sent_by_gateway(model, step.layout))
 
 
 def _widest(step: StepModel) -> float:

@@ -124,8 +124,12 @@ class Device(DeviceState):
             scatter=axes * zero, shard=axes * zero, sums=(REPLICA, *axes * (not zero))
         )
         layers = ours.layers._replace(size=sum(group.size for group in ours[1:]))
-        groups = over(ours.experts, SHARD_AXES[:2]), over(layers, SHARD_AXES)
-        return ParameterGroups(*groups, Parameters(0), Parameters(0))
+        return ParameterGroups(
+            over(ours.experts, SHARD_AXES[:2]),
+            over(layers, SHARD_AXES),
+            Parameters(0),
+            Parameters(0),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -186,8 +186,8 @@ class DeviceState(StepPart):
     ) -> HeldNumbers:
         sizes = tuple(getattr(self.layout, a) for a in COMMUNICATION_AXES)
         zero = self.layout.zero > 0 if zero is None else zero
-        at_ends = bool(self.axes_of_ends), self.tables(shared)
-        return _held_numbers(self.model, of, sizes, zero, shared, *at_ends)
+        shards_ends = bool(self.axes_of_ends)
+        return _held_numbers(self.model, of, sizes, zero, shared, shards_ends, self.tables(shared))
 
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
         """The number of shards into which stages cut the state of embedding and head; each stage

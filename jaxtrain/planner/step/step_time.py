@@ -118,8 +118,7 @@ class StepModel(StepPart):
         modules have fewer of the other layers, as pipeline/setup.py makes it; None where layers are
         spread evenly. The seconds that it balances are closed forms, for no table exists yet."""
         model, layout = self.model, self.layout
-        ends = model.dense_layers or model.mtp_depth
-        if layout.stage == 1 or not ends:
+        if layout.stage == 1 or not (model.dense_layers or model.mtp_depth):
             return None
         stage_of = PLACEMENTS[self.schedule_forms.placement](layout.stage, max(1, layout.repeats))
         least = (0, *(1,) * (len(stage_of) - 2), 0)
