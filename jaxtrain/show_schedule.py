@@ -35,8 +35,7 @@ from jaxtrain.schedule.orders import (
     may_overlap,
 )
 from jaxtrain.schedule.repeated_table import repeated
-from jaxtrain.schedule.residuals import ROUNDING
-from jaxtrain.schedule.table import Table, TableError
+from jaxtrain.schedule.table import ROUNDING, Table, TableError
 from jaxtrain.schedule.table_spec import memory_of
 from jaxtrain.schedule.validator import check
 from jaxtrain.schedule_flags import DESCRIPTION, FLAGS, OUTPUTS, ScheduleRequest, check_flags

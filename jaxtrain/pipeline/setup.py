@@ -406,4 +406,4 @@ class _Search:
             table = dataclasses.replace(file, saved=saved, saves_inputs=spec.saves_inputs)
         else:
             table = by_name.make_table(spec, report)
-        return _Candidate(cost(table, spec), table, sizes, shares)
+        return _Candidate(cost(table, self.times, shares), table, sizes, shares)

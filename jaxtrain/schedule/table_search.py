@@ -16,7 +16,7 @@ each op, stages · chunks a stage · microbatches. With a larger size there are 
                        them
     more               1                             all but aligned
 
-Memory includes the weight stash: residuals.peak_residuals with `count_weight_stash`.
+Memory includes the weight stash: `peak_residuals` with `count_weight_stash`.
 
 How to read this file: `search` is the loop, `candidates` says which orders it compares, and
 `list_schedule`, the second half, makes orders for the op times. No JAX here.
@@ -33,8 +33,8 @@ from jaxtrain.schedule.orders import SCHEDULES, ChunkOrders, fits_repeats
 from jaxtrain.schedule.orders.stage_orders import B, F, Orders, W, accumulate, between
 from jaxtrain.schedule.packing import IN_ORDER, pack_into_ticks
 from jaxtrain.schedule.placement import PLACEMENTS
-from jaxtrain.schedule.residuals import ROUNDING
 from jaxtrain.schedule.table import (
+    ROUNDING,
     ScheduleError,
     Table,
     counted,
@@ -138,7 +138,7 @@ def search(specs: Sequence[TableSpec], report: ReportProgress = silent) -> Table
             if spec.memory is not None and memory > spec.memory + ROUNDING:
                 too_much |= packing in IN_ORDER
                 continue
-            price = cost(table, spec)
+            price = cost(table, spec.times, spec.shares)
             if best is None or price < best[0]:
                 best = price, table
     if best is None:

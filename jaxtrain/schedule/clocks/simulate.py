@@ -10,9 +10,8 @@ import numpy as np
 from jaxtrain.schedule.clocks.coupled import coupled
 from jaxtrain.schedule.clocks.independent import independent
 from jaxtrain.schedule.clocks.times import Timeline, Times
-from jaxtrain.schedule.residuals import peak_residuals
 from jaxtrain.schedule.slots import assign_slots
-from jaxtrain.schedule.table import Permute, Table
+from jaxtrain.schedule.table import Permute, Table, peak_residuals
 
 
 @dataclasses.dataclass(frozen=True)
