@@ -210,9 +210,19 @@ def generate(
     >>> len(text) <= 8
     True
     """
-    asked = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k}
-    asked |= {"top_p": top_p, "seed": seed, "step": step, "cpu_devices": cpu_devices}
-    argv, _ = _command_line(None, None, workdir=workdir, **asked)
+    argv, _ = _command_line(
+        None,
+        None,
+        workdir=workdir,
+        prompt=prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        step=step,
+        cpu_devices=cpu_devices,
+    )
     with _refusals():
         flags = cli.checked_flags(
             argv, generate_command.DESCRIPTION, generate_command.FLAGS, generate_command.check
@@ -223,8 +233,13 @@ def generate(
         from jaxtrain.generation.sampling import Sampling
         from jaxtrain.generation.text import sample_text
 
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        return sample_text(model.sampler, model.tokenizer, prompt, tokens, sampling)
+        return sample_text(
+            model.sampler,
+            model.tokenizer,
+            prompt,
+            tokens,
+            Sampling(temperature, top_k, top_p, seed),
+        )
 
 
 def plan(
@@ -255,8 +270,9 @@ def plan(
     """
     from jaxtrain.planner.command import main as planner
 
-    asked = {"hardware": hardware, "devices": devices, "layout": layout, "tokens": tokens}
-    argv, given = _command_line(recipe, changes, **asked)
+    argv, given = _command_line(
+        recipe, changes, hardware=hardware, devices=devices, layout=layout, tokens=tokens
+    )
     with _refusals():
         return cli.parse_unchecked(
             argv, planner.DESCRIPTION, planner.FLAGS, planner.plans, recipe=given

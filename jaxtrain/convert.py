@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli, places
-from jaxtrain import config as cfg
 from jaxtrain.checkpoint import reading, stores
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.steps import (
@@ -31,8 +30,7 @@ from jaxtrain.checkpoint.steps import (
     read_meta,
     trained_group,
 )
-from jaxtrain.config import Config, StoredConfig, to_dict
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import Config, StoredConfig, UsageError, replace, to_dict
 from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.config.recipes import config_text
 from jaxtrain.config.rules import checks
@@ -154,7 +152,7 @@ def from_hf(command_line: Reading) -> None:
     run = tokenizer_of_run(published, config.data.tokenizer, config.model.vocab_size)
     description = run.tokenizer.describe()
     if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
-        config = cfg.replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
+        config = replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
         description["path"] = str((workdir / SOURCE / TOKENIZER).resolve())
     stored = config.to_store()
     source = importing.open_weights(published, stored)

@@ -4,6 +4,7 @@ imports `Config` and its groups from here."""
 from jaxtrain.config.errors import (
     TUPLE_MARKS,
     ConfigError,
+    UsageError,
     flag_text,
     one_line,
     shown,
@@ -65,6 +66,7 @@ __all__ = [
     "StoredConfig",
     "TUPLE_MARKS",
     "TrainConfig",
+    "UsageError",
     "convert",
     "ends_with_layers",
     "fields",

@@ -180,18 +180,13 @@ def read_flags(
         else:
             texts[name] = value
     reading.errors += missing.values()
-    _read_values(reading, known, texts)
-    return reading
-
-
-def _read_values(reading: Reading, known: Mapping[str, Flag], texts: Mapping[str, Any]) -> None:
-    """Sets the reading's values from the flags' texts, and from values that were suggested."""
     for name, text in texts.items():
         try:
             reading.values[name] = _flag_value(known[name], text) if isinstance(text, str) else text
         except UsageError as error:
             reading.errors.append(error)
             reading.values[name] = error.fixes.get(name, known[name].default)
+    return reading
 
 
 def _value_after(rest: list[str], default: Any) -> str | None:
@@ -470,8 +465,7 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
 def _two_columns(entries: Sequence[tuple[str, str]]) -> list[str]:
     """Lines with each name on the left and its text, wrapped, on the right."""
     width = max(len(name) for name, _ in entries)
-    right = " " * (width + 6)
     return [
-        textwrap.fill(f"    {name:{width}}  {text}", WIDTH, subsequent_indent=right)
+        textwrap.fill(f"    {name:{width}}  {text}", WIDTH, subsequent_indent=" " * (width + 6))
         for name, text in entries
     ]
