@@ -199,10 +199,9 @@ def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
     """
 
     def passes(reading: Reading) -> T:
-        if "coordinator" in reading.values:
-            check_cluster(reading.namespace)
         try:
             if "coordinator" in reading.values:
+                check_cluster(reading.namespace)
                 cluster_environment.job(reading.namespace, os.environ)
             return check(reading)
         except RunError as error:

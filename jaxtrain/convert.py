@@ -173,10 +173,9 @@ def from_hf(command_line: Reading) -> None:
         lock.release()
     for note in (*published.notes_for(config.model, config.data), *run.notes):
         print(f"note: {note}")
-    count = len(source.tensors) + len(source.copies)
     print(
-        f"{workdir}: step 0 of a {published.family.model_type} with {count} tensors; "
-        "to continue it:\n"
+        f"{workdir}: step 0 of a {published.family.model_type} with "
+        f"{len(source.tensors) + len(source.copies)} tensors; to continue it:\n"
         f"python -m jaxtrain.train --config={workdir / CONFIG_FILE} --workdir={workdir}"
     )
 
@@ -211,8 +210,12 @@ def to_hf(command_line: Reading) -> None:
     from jaxtrain.checkpoint.restoring import wrong_arrays
 
     try:
-        wrong = functools.partial(wrong_arrays, trained_alone=True)
-        checkpoints, step = find_checkpoint(flags.workdir, flags.step, wrong, _remark)
+        checkpoints, step = find_checkpoint(
+            flags.workdir,
+            flags.step,
+            functools.partial(wrong_arrays, trained_alone=True),
+            _remark,
+        )
         meta = Meta.from_json(read_meta(checkpoints, step))
         config, tokenizer = understand(meta, f"{checkpoints}/{step}", flags.workdir)
         folder = checkpoints / str(step)

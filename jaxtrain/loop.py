@@ -102,8 +102,10 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
         chosen.check_corpus(corpus)
         if chosen.start.step >= config.train.steps:
-            done = f"{folder} already has its {chosen.start.step} steps"
-            cluster.log(f"{done}: raise train.steps to go on", *what_next(config, folder, corpus))
+            cluster.log(
+                f"{folder} already has its {chosen.start.step} steps: raise train.steps to go on",
+                *what_next(config, folder, corpus),
+            )
             return ExitStatus.FINISHED
         chosen.log_changes()
 
@@ -323,8 +325,9 @@ class Trainer:
         locally = self.intervals.saves_locally(self.at)
         with self.clock.phase(Phase.SAVING):
             if (persistent or locally) and not self.detector.fault:
-                position = self.feed.position
-                begun = self.checkpoints.save(self.at, self.state, position, persistent, locally)
+                begun = self.checkpoints.save(
+                    self.at, self.state, self.feed.position, persistent, locally
+                )
                 if begun and persistent:
                     self.requests.saved()
         self.reporter.saves(self.checkpoints.persistent.figures())

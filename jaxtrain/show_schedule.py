@@ -98,8 +98,9 @@ def make_one_step(
     if isinstance(file, Table):
         return file
     if file is not None:
-        units = [request.flags.ops_per_chunk] * len(file.stage_of)
-        spec = dataclasses.replace(request.spec, units_per_chunk=units)
+        spec = dataclasses.replace(
+            request.spec, units_per_chunk=[request.flags.ops_per_chunk] * len(file.stage_of)
+        )
         try:
             table = by_name.packed(file, spec, report)
         except TableError as error:  # its cells, not its order

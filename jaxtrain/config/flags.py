@@ -26,7 +26,6 @@ from jaxtrain.config import Config
 from jaxtrain.config.errors import PLACEHOLDER, UsageError, nearly, unfilled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 
-VERSION = f"jaxtrain {__version__}"
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 SETTING = "config."  # what the name of a setting's flag begins with
 WRITTEN = "two dashes before a NAME=VALUE, and quotes around a value with spaces"
@@ -135,7 +134,8 @@ def read_flags(
     """
     if {"--help", "-h", "--version"} & set(argv):
         asks_help = "--help" in argv or "-h" in argv
-        print(help_text(description, flags, with_config) if asks_help else VERSION)
+        version = f"jaxtrain {__version__}"
+        print(help_text(description, flags, with_config) if asks_help else version)
         sys.exit(0)
     known = {flag.name: flag for flag in flags}
     settings = cfg.fields() if with_config else {}
@@ -152,8 +152,9 @@ def read_flags(
             continue
         if not token.startswith("--") or token in ("--", "--="):
             takes_text = name in known and name != "config" and isinstance(defaults[name], str)
-            continued = texts if takes_text else {}
-            reading.errors.append(_stray(token, name, continued, reading, settings))
+            reading.errors.append(
+                _stray(token, name, texts if takes_text else {}, reading, settings)
+            )
             if token.startswith("-"):
                 _take_value(rest)
             continue
@@ -440,8 +441,11 @@ A second run with the same --workdir continues from its newest checkpoint, also 
 def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str:
     """The text of `--help`: the description, every flag, and every setting with its type, default
     and doc."""
-    entries = [(f"--{flag.name}={cfg.value_text(flag.default)}", flag.doc) for flag in flags]
-    entries += [("--help", "this text"), ("--version", "jaxtrain's version")]
+    entries = [
+        *((f"--{flag.name}={cfg.value_text(flag.default)}", flag.doc) for flag in flags),
+        ("--help", "this text"),
+        ("--version", "jaxtrain's version"),
+    ]
     parts = [description.strip(), "", "Flags (--flag=value or --flag value):"]
     parts += _two_columns(entries)
     if not with_config:

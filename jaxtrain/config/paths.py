@@ -95,7 +95,6 @@ def from_dict(values: dict[str, Any]) -> Config:
     passes for a float).
     """
     groups = {group.name: cast(Any, group.type) for group in dataclasses.fields(Config)}
-    known = fields()
     given = {}
     for group, settings in values.items():
         if group not in groups:
@@ -104,7 +103,7 @@ def from_dict(values: dict[str, Any]) -> Config:
         if not isinstance(settings, dict):
             raise ConfigError(group, settings, "is a group of settings, not a value")
         for name, value in settings.items():
-            if f"{group}.{name}" not in known:
+            if f"{group}.{name}" not in fields():
                 raise unknown_field(f"{group}.{name}", value)
         given[group] = groups[group](
             **{name: convert(f"{group}.{name}", value) for name, value in settings.items()}

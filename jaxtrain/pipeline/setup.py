@@ -355,8 +355,9 @@ class _Search:
         saved = times.overlap if pipeline.overlap else 0.0
         layer = (times.F + times.B + times.W + times.R - saved) * self.stages / layers
         work = TimesToBalance(layer, before=2 * times.embed, after=times.head)
-        least = least_layers(units)
-        return list(dict.fromkeys(balanced(layers, each, least, work) for each in stages_of))
+        return list(
+            dict.fromkeys(balanced(layers, each, least_layers(units), work) for each in stages_of)
+        )
 
     def _candidate(
         self,

@@ -172,9 +172,8 @@ class Tasks:
         )
         lowest, last = self.unit == 0, self.unit == self.shape.units - 1
         activation, gradient = self._fact(ACTIVATION, self.unit), self._fact(GRADIENT, self.unit)
-        never = np.full(len(idle), self._never)
         self.reads = np.select(
-            [idle, forward & ~lowest, backward], [never, activation, gradient], self._always
+            [idle, forward & ~lowest, backward], [self._never, activation, gradient], self._always
         )
         f_done, b_done = self._fact(DONE + Op.F, self.unit), self._fact(DONE + Op.B, self.unit)
         self.follows = np.select([backward | recompute, weights], [f_done, b_done], self._always)
@@ -204,12 +203,6 @@ class Tasks:
         """bool [tasks]: true for those of `tasks` whose message and earlier op are there at
         `tick`."""
         return (self.known[self.reads[tasks]] <= tick) & (self.known[self.follows[tasks]] <= tick)
-
-    def cells_ready(self, tasks: np.ndarray, tick: int) -> np.ndarray:
-        """Whether the cells that begin with these tasks can run in a tick: `ready`, and where an F
-        shares its cell with the next B, that is ready, too."""
-        with_b = np.where(self.joined[tasks], tasks + 1, tasks)
-        return self.ready(tasks, tick) & self.ready(with_b, tick)
 
     def table(self, ticks: np.ndarray, permutes: list[int]) -> Table:
         """The table of tasks in their ticks.
@@ -278,7 +271,10 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Table:
         # All stages that are free choose before anything of this tick becomes known: a result can
         # be read in the next tick at the earliest.
         tick = len(permutes)
-        stages = np.flatnonzero(tasks.cells_ready(following, tick) & (free <= tick))
+        # An F that shares its cell with the next B waits for what that needs, too.
+        with_b = np.where(tasks.joined[following], following + 1, following)
+        ready = tasks.ready(following, tick) & tasks.ready(with_b, tick)
+        stages = np.flatnonzero(ready & (free <= tick))
         begun = following[stages]
         free[stages] = tick + duration[begun]
         following[stages] += 1 + tasks.joined[begun]

@@ -251,14 +251,14 @@ class Table(TableShape):
         """The ops of the cells that are not idle; of an overlapped cell its F, then its B."""
         # Two stages, F0 | idle and then F1+B0 | F0: ticks 0 1 1 1, stages 0 0 0 1, ops F F B F.
         tick, stage = np.nonzero(self.op)
-        arrays = [array[tick, stage] for array in (self.op, self.unit, self.microbatch)]
+        of_cells = (array[tick, stage] for array in (self.op, self.unit, self.microbatch))
+        cells = CellArrays(tick, stage, *of_cells)
         if not self.overlaps:
-            return CellArrays(tick, stage, *arrays)
-        b_tick, b_stage = np.nonzero(self.overlapped)
-        of_b = [np.full_like(b_tick, Op.B, np.int32)]
-        of_b += [array[b_tick, b_stage] for array in (self.b_unit, self.b_microbatch)]
-        both = [np.concatenate(pair) for pair in zip((tick, stage), (b_tick, b_stage), strict=True)]
-        both += [np.concatenate(pair) for pair in zip(arrays, of_b, strict=True)]
+            return cells
+        tick, stage = np.nonzero(self.overlapped)
+        of_b = (array[tick, stage] for array in (self.b_unit, self.b_microbatch))
+        bs = CellArrays(tick, stage, np.full_like(tick, Op.B, np.int32), *of_b)
+        both = [np.concatenate(pair) for pair in zip(cells, bs, strict=True)]
         order = np.lexsort((both[1], both[0]))  # stable: an F stands before its B
         return CellArrays(*(array[order] for array in both))
 

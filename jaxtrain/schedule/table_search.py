@@ -270,10 +270,9 @@ class _ListState:
         # Of each chunk, the residuals that its stage may hold before another F of it: one less than
         # the bound for each later chunk of the stage. Otherwise Fs of the lowest chunk could fill
         # the stage, and no microbatch would ever come to the end.
-        local = local_unit_of(stage_of)
         self.capacity = [
             bound - (len(self.chunks_of[stage]) - 1 - index)
-            for stage, index in zip(stage_of, local, strict=True)
+            for stage, index in zip(stage_of, local_unit_of(stage_of), strict=True)
         ]
         self.time_f, self.time_b, self.time_w = times.F, times.B, times.W
         # The next microbatch of each chunk; and, by microbatch, when the message that its F or B

@@ -82,8 +82,7 @@ def adapted(config: Config, devices: int) -> Config:
             )
         for microbatches in numbers:
             if config.data.batch_size % (shards * microbatches) == 0:
-                changes = {REPLICA: replica, DATA: data, MICROBATCHES: microbatches}
-                return replace(config, changes)
+                return replace(config, {REPLICA: replica, DATA: data, MICROBATCHES: microbatches})
     return config
 
 

@@ -116,8 +116,11 @@ def kernel_is_of_platform(model: ModelConfig, platform: str) -> Iterator[Violati
     """platform: of the devices, by jax's name; "": not known"""
     path = "model.attention_kernel"
     if model.attention_kernel == kernels.CUDNN and platform not in ("", kernels.GPU):
-        rule = f"is for NVIDIA GPUs, and the devices here are of platform {platform!r}"
-        yield Violation(path, rule, [{path: "auto"}])
+        yield Violation(
+            path,
+            f"is for NVIDIA GPUs, and the devices here are of platform {platform!r}",
+            [{path: "auto"}],
+        )
 
 
 def layers_without_rotary_exist(model: ResolvedModel) -> Iterator[Violation]:
