@@ -144,44 +144,41 @@ def make_step(
             if (value := get(config, path)) != without:
                 raise ConfigError(path, value, "is for train alone", fixes=[{path: without}])
         startup.start_jax(namespace, config)
-        return _compiled(config, namespace.recipe)
+        # Imported now that jax's devices are chosen.
 
+        import concurrent.futures
 
-def _compiled(config: Config, recipe: Config) -> CompiledStep:
-    """The step of a checked config on this process's devices. recipe: it before the changes"""
-    import concurrent.futures
+        import jax
 
-    import jax
+        from jaxtrain.config.rules.checks import Environment
+        from jaxtrain.data.loader import make_loaders, prepare_corpus
+        from jaxtrain.devices.mesh import make_mesh, sizes_of
+        from jaxtrain.phases.prepare import prepare
+        from jaxtrain.phases.run_state import make_state
+        from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run
+        from jaxtrain.training import step as steps
+        from jaxtrain.training.compiled_step import start_compiling
 
-    from jaxtrain.config.rules.checks import Environment
-    from jaxtrain.data.loader import make_loaders, prepare_corpus
-    from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.phases.prepare import prepare
-    from jaxtrain.phases.run_state import make_state
-    from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run
-    from jaxtrain.training import step as steps
-    from jaxtrain.training.compiled_step import start_compiling
+        environment = Environment(
+            jax.device_count(), jax.default_backend(), namespace.recipe, rules=RULES_WITH_TABLES
+        )
+        checked, no_folder = check_run(config, environment), pathlib.Path()
+        ready = prepare(checked, no_folder, reads_times=False, measures_times=False)
+        if ready is None:
+            raise KeyboardInterrupt
+        settings = ready.config
+        corpus = prepare_corpus(settings.data, settings.model.vocab_size, settings.train)
+        mesh = make_mesh(sizes_of(settings.mesh))
+        with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
+            step = steps.make_step(settings, mesh, ready.setup)
+            programs = start_compiling(step, executor).result()
+        data, _ = make_loaders(corpus, settings.data, step.abstract_batch["tokens"], 1, 0)
 
-    environment = Environment(
-        jax.device_count(), jax.default_backend(), recipe, rules=RULES_WITH_TABLES
-    )
-    checked, no_folder = check_run(config, environment), pathlib.Path()
-    ready = prepare(checked, no_folder, reads_times=False, measures_times=False)
-    if ready is None:
-        raise KeyboardInterrupt
-    settings = ready.config
-    corpus = prepare_corpus(settings.data, settings.model.vocab_size, settings.train)
-    mesh = make_mesh(sizes_of(settings.mesh))
-    with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
-        step = steps.make_step(settings, mesh, ready.setup)
-        programs = start_compiling(step, executor).result()
-    data, _ = make_loaders(corpus, settings.data, step.abstract_batch["tokens"], 1, 0)
+        def first_state() -> "TrainState":
+            with jax.set_mesh(mesh):
+                return make_state(settings, step, None)
 
-    def first_state() -> "TrainState":
-        with jax.set_mesh(mesh):
-            return make_state(settings, step, None)
-
-    return CompiledStep(settings, mesh, first_state, data.batch, programs.take)
+        return CompiledStep(settings, mesh, first_state, data.batch, programs.take)
 
 
 def generate(
@@ -210,9 +207,19 @@ def generate(
     >>> len(text) <= 8
     True
     """
-    asked = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k}
-    asked |= {"top_p": top_p, "seed": seed, "step": step, "cpu_devices": cpu_devices}
-    argv, _ = _command_line(None, None, workdir=workdir, **asked)
+    argv, _ = _command_line(
+        None,
+        None,
+        workdir=workdir,
+        prompt=prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        step=step,
+        cpu_devices=cpu_devices,
+    )
     with _refusals():
         flags = cli.checked_flags(
             argv, generate_command.DESCRIPTION, generate_command.FLAGS, generate_command.check
@@ -223,8 +230,13 @@ def generate(
         from jaxtrain.generation.sampling import Sampling
         from jaxtrain.generation.text import sample_text
 
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        return sample_text(model.sampler, model.tokenizer, prompt, tokens, sampling)
+        return sample_text(
+            model.sampler,
+            model.tokenizer,
+            prompt,
+            tokens,
+            Sampling(temperature, top_k, top_p, seed),
+        )
 
 
 def plan(
@@ -255,8 +267,9 @@ def plan(
     """
     from jaxtrain.planner.command import main as planner
 
-    asked = {"hardware": hardware, "devices": devices, "layout": layout, "tokens": tokens}
-    argv, given = _command_line(recipe, changes, **asked)
+    argv, given = _command_line(
+        recipe, changes, hardware=hardware, devices=devices, layout=layout, tokens=tokens
+    )
     with _refusals():
         return cli.parse_unchecked(
             argv, planner.DESCRIPTION, planner.FLAGS, planner.plans, recipe=given

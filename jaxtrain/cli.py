@@ -25,7 +25,6 @@ from jaxtrain.config.errors import PLACEHOLDER, UsageError, unfilled
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.rules import checks
-from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import has_devices, start_jax
@@ -200,10 +199,9 @@ def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
     """
 
     def passes(reading: Reading) -> T:
-        if "coordinator" in reading.values:
-            check_cluster(reading.namespace)
         try:
             if "coordinator" in reading.values:
+                check_cluster(reading.namespace)
                 cluster_environment.job(reading.namespace, os.environ)
             return check(reading)
         except RunError as error:
@@ -231,7 +229,7 @@ def _refusal(
         simulated = cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
         devices = None if started else simulated
         platform = "cpu" if devices else ""
-    environment = Environment(devices, platform, recipe, rules=RULES_WITH_TABLES)
+    environment = checks.Environment(devices, platform, recipe, rules=RULES_WITH_TABLES)
     if checks.first_violation(config, dataclasses.replace(environment, rules=RULES)) is None:
         return None
     if not devices:

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli, places
-from jaxtrain import config as cfg
 from jaxtrain.checkpoint import reading, stores
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.steps import (
@@ -31,8 +30,7 @@ from jaxtrain.checkpoint.steps import (
     read_meta,
     trained_group,
 )
-from jaxtrain.config import Config, StoredConfig, to_dict
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import Config, StoredConfig, UsageError, replace, to_dict
 from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.config.recipes import config_text
 from jaxtrain.config.rules import checks
@@ -154,7 +152,7 @@ def from_hf(command_line: Reading) -> None:
     run = tokenizer_of_run(published, config.data.tokenizer, config.model.vocab_size)
     description = run.tokenizer.describe()
     if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
-        config = cfg.replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
+        config = replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
         description["path"] = str((workdir / SOURCE / TOKENIZER).resolve())
     stored = config.to_store()
     source = importing.open_weights(published, stored)
@@ -175,10 +173,9 @@ def from_hf(command_line: Reading) -> None:
         lock.release()
     for note in (*published.notes_for(config.model, config.data), *run.notes):
         print(f"note: {note}")
-    count = len(source.tensors) + len(source.copies)
     print(
-        f"{workdir}: step 0 of a {published.family.model_type} with {count} tensors; "
-        "to continue it:\n"
+        f"{workdir}: step 0 of a {published.family.model_type} with "
+        f"{len(source.tensors) + len(source.copies)} tensors; to continue it:\n"
         f"python -m jaxtrain.train --config={workdir / CONFIG_FILE} --workdir={workdir}"
     )
 
@@ -213,8 +210,12 @@ def to_hf(command_line: Reading) -> None:
     from jaxtrain.checkpoint.restoring import wrong_arrays
 
     try:
-        wrong = functools.partial(wrong_arrays, trained_alone=True)
-        checkpoints, step = find_checkpoint(flags.workdir, flags.step, wrong, _remark)
+        checkpoints, step = find_checkpoint(
+            flags.workdir,
+            flags.step,
+            functools.partial(wrong_arrays, trained_alone=True),
+            _remark,
+        )
         meta = Meta.from_json(read_meta(checkpoints, step))
         config, tokenizer = understand(meta, f"{checkpoints}/{step}", flags.workdir)
         folder = checkpoints / str(step)

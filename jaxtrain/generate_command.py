@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from jaxtrain import cli
-from jaxtrain import config as cfg
 from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.steps import (
     NONE,
@@ -41,8 +40,15 @@ from jaxtrain.checkpoint.steps import (
     what_is_wrong,
 )
 from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
-from jaxtrain.config import Config, MeshConfig, ResolvedModel, StoredConfig
-from jaxtrain.config.errors import UsageError, flag_text
+from jaxtrain.config import (
+    Config,
+    MeshConfig,
+    ResolvedModel,
+    StoredConfig,
+    UsageError,
+    flag_text,
+    shown,
+)
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.rules.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules.rules import divisors, near
@@ -287,7 +293,7 @@ def _checkpoints_of(
             if not stores.is_folder(folder):
                 word = "is not a folder" if folder.exists() else "does not exist"
                 raise UsageError(
-                    f"--workdir={cfg.shown(workdir)} {word}",
+                    f"--workdir={shown(workdir)} {word}",
                     advice="the folder of a training run, such as "
                     f"--workdir={some_run(workdir) or 'runs/tiny'}",
                 )

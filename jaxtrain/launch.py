@@ -32,8 +32,7 @@ from collections.abc import Sequence
 from typing import IO, TextIO
 
 from jaxtrain import cli
-from jaxtrain.config import shown
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import UsageError, shown
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag, read_flags
 from jaxtrain.devices import cluster_environment
 from jaxtrain.run import streams

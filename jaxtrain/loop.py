@@ -23,7 +23,6 @@ from jaxtrain.checkpoint.resuming import Candidates, StartPoint, open_folder
 from jaxtrain.config import PipelineConfig, ResolvedConfig
 from jaxtrain.config.recipes import config_text
 from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpus
-from jaxtrain.data.tokens import Corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.hf import source_files
@@ -103,8 +102,10 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
         chosen.check_corpus(corpus)
         if chosen.start.step >= config.train.steps:
-            done = f"{folder} already has its {chosen.start.step} steps"
-            cluster.log(f"{done}: raise train.steps to go on", *what_next(config, folder, corpus))
+            cluster.log(
+                f"{folder} already has its {chosen.start.step} steps: raise train.steps to go on",
+                *what_next(config, folder, corpus),
+            )
             return ExitStatus.FINISHED
         chosen.log_changes()
 
@@ -125,7 +126,15 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 # Now, because a damaged model ends the run before anything is compiled or written.
                 initial = concurrent.futures.Future()
                 initial.set_result(begin())
-            batches, held_out = map(closing.enter_context, _loaders(config, step, corpus, folder))
+            loaders = make_loaders(
+                corpus,
+                config.data,
+                step.abstract_batch["tokens"],
+                step.separate_replicas,
+                config.train.eval_batches,
+                folder if config.metrics.rows else None,
+            )
+            batches, held_out = map(closing.enter_context, loaders)
             goodput = lasting.enter_context(_timed(folder, clock, candidates.expected))
             signals.before_end(goodput.discard)
 
@@ -261,8 +270,9 @@ class Trainer:
                 self.state = self.programs.exchange(self.state)
             self.profile.after(self.at, metrics)
             self.measured.after(self.at, self.at - begin)
-            saves, validates = self.saves(), self.intervals.evaluates(self.at)
-            if saves or validates:
+            saves = self.intervals.saves(self.at) or self.intervals.saves_locally(self.at)
+            validates = self.intervals.evaluates(self.at)
+            if self.asked or saves or validates:
                 # Before a save or an evaluation the step's own results are awaited: its numbers
                 # may forbid both, and its answer may ask for a save.
                 self.asked |= self.reporter.finish(stopping=self.asked.stop)
@@ -307,11 +317,6 @@ class Trainer:
         self.asked = self.reporter.add(*steps)
         return metrics
 
-    def saves(self) -> bool:
-        """True if a save is due after the last step, or asked for."""
-        due = self.intervals.saves(self.at) or self.intervals.saves_locally(self.at)
-        return bool(self.asked) or due
-
     def save(self) -> None:
         """Saves the state where that is due or asked for, unless its numbers are not good."""
         # In a hurry the machine is gone before a persistent save could end.
@@ -320,8 +325,9 @@ class Trainer:
         locally = self.intervals.saves_locally(self.at)
         with self.clock.phase(Phase.SAVING):
             if (persistent or locally) and not self.detector.fault:
-                position = self.feed.position
-                begun = self.checkpoints.save(self.at, self.state, position, persistent, locally)
+                begun = self.checkpoints.save(
+                    self.at, self.state, self.feed.position, persistent, locally
+                )
                 if begun and persistent:
                     self.requests.saved()
         self.reporter.saves(self.checkpoints.persistent.figures())
@@ -375,17 +381,6 @@ class Trainer:
         with contextlib.ExitStack() as closing:
             for each in (self.checkpoints, self.log, self.progress, self.profile):
                 closing.callback(each.close)
-
-
-def _loaders(
-    config: ResolvedConfig, step: Step, corpus: Corpus, folder: pathlib.Path
-) -> tuple[Loader, Loader]:
-    """The loaders of a step's training batches and of held-out ones."""
-    tokens, replicas = step.abstract_batch["tokens"], step.separate_replicas
-    rows_folder = folder if config.metrics.rows else None
-    return make_loaders(
-        corpus, config.data, tokens, replicas, config.train.eval_batches, rows_folder
-    )
 
 
 def _evaluation(step: Step, held_out: Loader, executor: concurrent.futures.Executor) -> Evaluation:

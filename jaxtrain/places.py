@@ -23,20 +23,31 @@ from typing import Any
 
 from etils import epath
 
-from jaxtrain import config as cfg
 from jaxtrain.checkpoint import manifest, stores
 from jaxtrain.checkpoint.steps import read_errors
-from jaxtrain.config import CheckpointConfig, Config, MetricsConfig, addresses
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import (
+    CheckpointConfig,
+    Config,
+    MetricsConfig,
+    UsageError,
+    addresses,
+    flag_text,
+)
 from jaxtrain.data import row_log
 from jaxtrain.run import files, goodput, metrics, run_lock
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import CONFIG_FILE, PLANNED, Unwritable
 from jaxtrain.training.stored_op_times import OP_TIMES
 
 PROFILE_FOLDER = "profile"
 FILES = (  # of process 0 in the run's folder
-    *(CONFIG_FILE, OP_TIMES, PLANNED, run_lock.NAME, goodput.GOODPUT_FILE, goodput.GOODPUT_PLOT),
+    *(
+        files.CONFIG_FILE,
+        OP_TIMES,
+        files.PLANNED,
+        run_lock.NAME,
+        goodput.GOODPUT_FILE,
+        goodput.GOODPUT_PLOT,
+    ),
     *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),
 )
 FOLDERS = (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "hang", "hf", "checkpoints")
@@ -97,7 +108,12 @@ def check_together(config: Config, workdir: str) -> None:
     with contextlib.ExitStack() as until_all_have_looked:
 
         def of_main() -> list[str]:
-            until_all_have_looked.enter_context(_left_as_it_was(workdir))
+            # The run's folder, and those in it that are tried, are removed if they did not exist
+            # before, when all have looked: whoever has made one cannot remove it while another
+            # process's trial is in it.
+            folder = pathlib.Path(os.path.abspath(workdir))
+            tried = (*(folder / name for name in FOLDERS), folder, *folder.parents)
+            until_all_have_looked.enter_context(files.without_new_folders(*tried))
             if problem := _of_main(config.checkpoint, config.metrics, workdir):
                 raise problem
             mark = f"{files.TRIAL_NAME}.{secrets.token_hex(8)}"
@@ -122,11 +138,11 @@ def _of_main(
 ) -> PlaceError | None:
     """The first problem with the places that process 0 alone writes, and with the checkpoints."""
     directory = checkpoint.directory
-    target_flag = cfg.flag_text(
+    target_flag = flag_text(
         "config.checkpoint.directory", os.path.realpath(f"{workdir}/checkpoints")
     )
-    inside: dict[str, Unwritable | None] = {
-        name: Unwritable(
+    inside: dict[str, files.Unwritable | None] = {
+        name: files.Unwritable(
             "is a link, through which nothing is written"
             f"{f' ({target_flag} names its target)' * (name == 'checkpoints')}"
         )
@@ -170,7 +186,7 @@ def _of_checkpoints(directory: str, workdir: str) -> PlaceError | None:
     if not stores.scheme_of(directory):
         unwritable = _try_checkpoints(os.path.expanduser(directory))
         default = files.try_folder(os.path.join(workdir, "checkpoints")) is None
-        use = cfg.flag_text(
+        use = flag_text(
             "config.checkpoint.directory", "" if default else _free(os.path.basename(directory))
         )
         return (
@@ -191,7 +207,7 @@ def _of_checkpoints(directory: str, workdir: str) -> PlaceError | None:
     return None
 
 
-def _try_checkpoints(folder: str) -> Unwritable | None:
+def _try_checkpoints(folder: str) -> files.Unwritable | None:
     """Why a folder of a file system cannot have checkpoints; None where it can."""
     return files.try_folder(folder, lambda path: manifest.try_step(epath.Path(path)))
 
@@ -203,7 +219,7 @@ def _of_each(config: Config, workdir: str) -> PlaceError | None:
     folders += [row_log.FOLDER] * config.metrics.rows
     inside = {folder: files.try_folder(os.path.join(workdir, folder)) for folder in folders}
     if offload and (unwritable := files.try_folder(os.path.expanduser(offload))):
-        use = cfg.flag_text("config.parallel.offload_directory", "")
+        use = flag_text("config.parallel.offload_directory", "")
         return _problem(
             f"parallel.offload_directory={offload!r} {unwritable.why}: use {use}, and the host's "
             "memory has the optimizer's state",
@@ -219,11 +235,11 @@ def _of_each(config: Config, workdir: str) -> PlaceError | None:
         if works
         else {"checkpoint.local": "", "checkpoint.local_every": 0}
     )
-    use = " ".join(cfg.flag_text(f"config.{path}", value) for path, value in changes.items())
+    use = " ".join(flag_text(f"config.{path}", value) for path, value in changes.items())
     return _problem(f"checkpoint.local={local!r} {unwritable.why}: use {use}", unwritable.passes)
 
 
-def _inside(workdir: str, inside: Mapping[str, Unwritable | None]) -> PlaceError | None:
+def _inside(workdir: str, inside: Mapping[str, files.Unwritable | None]) -> PlaceError | None:
     """The first problem with something in a run's folder."""
     for name, unwritable in inside.items():
         if unwritable:
@@ -236,14 +252,6 @@ def _inside(workdir: str, inside: Mapping[str, Unwritable | None]) -> PlaceError
 
 
 # --- folders that all hosts see -------------------------------------------------------------------
-
-
-def _left_as_it_was(workdir: str) -> contextlib.AbstractContextManager:
-    """A context that removes the run's folder, and those in it that are tried, if they did not
-    exist before. Several processes that try them at the same time leave folders: whoever has made
-    one cannot remove it while another one's trial is in it."""
-    path = pathlib.Path(os.path.abspath(workdir))
-    return files.without_new_folders(*(path / name for name in FOLDERS), path, *path.parents)
 
 
 @contextlib.contextmanager
@@ -291,7 +299,7 @@ def _unseen(shared: Mapping[str, str], mark: str, host: str, *of_main: str) -> P
 def _another(workdir: str) -> str:
     """Advice for another workdir."""
     free = _free(os.path.basename(os.path.abspath(workdir)))
-    return f"use {cfg.flag_text('workdir', free)}" if free else "use another --workdir"
+    return f"use {flag_text('workdir', free)}" if free else "use another --workdir"
 
 
 def _free(name: str) -> str:

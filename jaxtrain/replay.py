@@ -18,11 +18,17 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxtrain import config as cfg
 from jaxtrain.checkpoint.resuming import folder_of_checkpoints, open_folder
 from jaxtrain.checkpoint.steps import TO_TRAIN, choose
-from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import (
+    CheckpointConfig,
+    Config,
+    OptimizerConfig,
+    TrainConfig,
+    UsageError,
+    flags_of,
+    from_dict,
+)
 from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -216,10 +222,10 @@ def refuse_another_rate(
         return
     use = "the settings with which the run did this step (train.steps and optimizer.*)"
     with contextlib.suppress(OSError, ValueError):  # also ConfigError
-        ran = cfg.from_dict(read_json(folder / CONFIG_FILE, folder=folder))
+        ran = from_dict(read_json(folder / CONFIG_FILE, folder=folder))
         if same(ran.optimizer, ran.train.steps):
             trained = dataclasses.replace(train, steps=ran.train.steps)
-            use = cfg.flags_of(
+            use = flags_of(
                 Config(optimizer=ran.optimizer, train=trained),
                 Config(optimizer=optimizer, train=train),
             )

@@ -35,8 +35,7 @@ from jaxtrain.schedule.orders import (
     may_overlap,
 )
 from jaxtrain.schedule.repeated_table import repeated
-from jaxtrain.schedule.residuals import ROUNDING
-from jaxtrain.schedule.table import Table, TableError
+from jaxtrain.schedule.table import ROUNDING, Table, TableError
 from jaxtrain.schedule.table_spec import memory_of
 from jaxtrain.schedule.validator import check
 from jaxtrain.schedule_flags import DESCRIPTION, FLAGS, OUTPUTS, ScheduleRequest, check_flags
@@ -99,8 +98,9 @@ def make_one_step(
     if isinstance(file, Table):
         return file
     if file is not None:
-        units = [request.flags.ops_per_chunk] * len(file.stage_of)
-        spec = dataclasses.replace(request.spec, units_per_chunk=units)
+        spec = dataclasses.replace(
+            request.spec, units_per_chunk=[request.flags.ops_per_chunk] * len(file.stage_of)
+        )
         try:
             table = by_name.packed(file, spec, report)
         except TableError as error:  # its cells, not its order

@@ -12,8 +12,7 @@ import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
-from jaxtrain.config import Config, flags
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import Config, UsageError, flags
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import elastic_notes
 from jaxtrain.config.rules.unused import unused_settings

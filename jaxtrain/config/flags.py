@@ -26,7 +26,6 @@ from jaxtrain.config import Config
 from jaxtrain.config.errors import PLACEHOLDER, UsageError, nearly, unfilled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 
-VERSION = f"jaxtrain {__version__}"
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 SETTING = "config."  # what the name of a setting's flag begins with
 WRITTEN = "two dashes before a NAME=VALUE, and quotes around a value with spaces"
@@ -135,7 +134,8 @@ def read_flags(
     """
     if {"--help", "-h", "--version"} & set(argv):
         asks_help = "--help" in argv or "-h" in argv
-        print(help_text(description, flags, with_config) if asks_help else VERSION)
+        version = f"jaxtrain {__version__}"
+        print(help_text(description, flags, with_config) if asks_help else version)
         sys.exit(0)
     known = {flag.name: flag for flag in flags}
     settings = cfg.fields() if with_config else {}
@@ -152,8 +152,9 @@ def read_flags(
             continue
         if not token.startswith("--") or token in ("--", "--="):
             takes_text = name in known and name != "config" and isinstance(defaults[name], str)
-            continued = texts if takes_text else {}
-            reading.errors.append(_stray(token, name, continued, reading, settings))
+            reading.errors.append(
+                _stray(token, name, texts if takes_text else {}, reading, settings)
+            )
             if token.startswith("-"):
                 _take_value(rest)
             continue
@@ -180,18 +181,13 @@ def read_flags(
         else:
             texts[name] = value
     reading.errors += missing.values()
-    _read_values(reading, known, texts)
-    return reading
-
-
-def _read_values(reading: Reading, known: Mapping[str, Flag], texts: Mapping[str, Any]) -> None:
-    """Sets the reading's values from the flags' texts, and from values that were suggested."""
     for name, text in texts.items():
         try:
             reading.values[name] = _flag_value(known[name], text) if isinstance(text, str) else text
         except UsageError as error:
             reading.errors.append(error)
             reading.values[name] = error.fixes.get(name, known[name].default)
+    return reading
 
 
 def _value_after(rest: list[str], default: Any) -> str | None:
@@ -445,8 +441,11 @@ A second run with the same --workdir continues from its newest checkpoint, also 
 def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str:
     """The text of `--help`: the description, every flag, and every setting with its type, default
     and doc."""
-    entries = [(f"--{flag.name}={cfg.value_text(flag.default)}", flag.doc) for flag in flags]
-    entries += [("--help", "this text"), ("--version", "jaxtrain's version")]
+    entries = [
+        *((f"--{flag.name}={cfg.value_text(flag.default)}", flag.doc) for flag in flags),
+        ("--help", "this text"),
+        ("--version", "jaxtrain's version"),
+    ]
     parts = [description.strip(), "", "Flags (--flag=value or --flag value):"]
     parts += _two_columns(entries)
     if not with_config:
@@ -470,8 +469,7 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
 def _two_columns(entries: Sequence[tuple[str, str]]) -> list[str]:
     """Lines with each name on the left and its text, wrapped, on the right."""
     width = max(len(name) for name, _ in entries)
-    right = " " * (width + 6)
     return [
-        textwrap.fill(f"    {name:{width}}  {text}", WIDTH, subsequent_indent=right)
+        textwrap.fill(f"    {name:{width}}  {text}", WIDTH, subsequent_indent=" " * (width + 6))
         for name, text in entries
     ]

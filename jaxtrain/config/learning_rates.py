@@ -36,10 +36,6 @@ class LearningRateRecord:
         return "decay_steps" in self.reads
 
 
-def _cosine(_: ModuleType, optax: ModuleType, settings: Any, steps: int) -> Callable:
-    return optax.cosine_decay_schedule(settings.learning_rate, steps, settings.final_fraction)
-
-
 def _linear(_: ModuleType, optax: ModuleType, settings: Any, steps: int) -> Callable:
     peak = settings.learning_rate
     return optax.linear_schedule(peak, peak * settings.final_fraction, steps)
@@ -84,7 +80,9 @@ LEARNING_RATES: Mapping[str, LearningRateRecord] = {
             "cosine",
             "half a cosine down to final_fraction of the peak at the end of the run (Loshchilov & "
             "Hutter 2017, arXiv:1608.03983)",
-            make=_cosine,
+            make=lambda _, optax, s, steps: optax.cosine_decay_schedule(
+                s.learning_rate, steps, s.final_fraction
+            ),
             reads=("final_fraction",),
         ),
         LearningRateRecord(

@@ -5,9 +5,8 @@ import dataclasses
 import functools
 import math
 import types
-import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
 from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, flag_text, nearly
 from jaxtrain.config.groups.setting import LARGEST_INT, setting_of, with_values
@@ -24,7 +23,7 @@ def fields() -> Mapping[str, dataclasses.Field]:
     >>> fields()["train.steps"].default, fields()["train.steps"].metadata["setting"].doc
     (100, 'optimizer steps')
     """
-    groups = ((g.name, typing.cast(Any, g.type)) for g in dataclasses.fields(Config))
+    groups = ((g.name, cast(Any, g.type)) for g in dataclasses.fields(Config))
     return types.MappingProxyType(
         {
             f"{name}.{field.name}": field
@@ -95,8 +94,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     Raises ConfigError for an unknown group or field and for a value of a wrong type (an integer
     passes for a float).
     """
-    groups = {group.name: typing.cast(Any, group.type) for group in dataclasses.fields(Config)}
-    known = fields()
+    groups = {group.name: cast(Any, group.type) for group in dataclasses.fields(Config)}
     given = {}
     for group, settings in values.items():
         if group not in groups:
@@ -105,7 +103,7 @@ def from_dict(values: dict[str, Any]) -> Config:
         if not isinstance(settings, dict):
             raise ConfigError(group, settings, "is a group of settings, not a value")
         for name, value in settings.items():
-            if f"{group}.{name}" not in known:
+            if f"{group}.{name}" not in fields():
                 raise unknown_field(f"{group}.{name}", value)
         given[group] = groups[group](
             **{name: convert(f"{group}.{name}", value) for name, value in settings.items()}
@@ -179,7 +177,7 @@ def number(text: str) -> float | None:
 
 def item_type(kind: Any) -> Any:
     """The type of a tuple's items; None if the type is no tuple."""
-    return typing.get_args(kind)[0] if isinstance(kind, types.GenericAlias) else None
+    return get_args(kind)[0] if isinstance(kind, types.GenericAlias) else None
 
 
 def kind_name(kind: Any) -> str:

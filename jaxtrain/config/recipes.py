@@ -58,8 +58,7 @@ def find_recipe(name: str) -> pathlib.Path:
     ('tiny.py', 'gpt2_124m.py')
     """
     path = pathlib.Path(os.path.expanduser(name))
-    folders = (pathlib.Path("."), pathlib.Path("configs"))
-    by_name = path.suffix in ("", ".py") and path.parent in folders
+    by_name = path.suffix in ("", ".py") and str(path.parent) in (".", "configs")
     shipped = shipped_recipes().get(path.stem) if by_name else None
     if os.path.isfile(path) and (path.suffix == ".py" or not shipped):
         return path.resolve()

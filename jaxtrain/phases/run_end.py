@@ -39,12 +39,9 @@ def log_results(
         if entropy is not None:
             line += f"; a table of which byte follows which would have {entropy:.4f}"
         cluster.log(line)
-    if config.train.sample_tokens:
-        _log_sample(config, corpus, checkpoints)
-
-
-def _log_sample(config: ResolvedConfig, corpus: Corpus, checkpoints: epath.Path) -> None:
     train = config.train
+    if not train.sample_tokens:
+        return
     # From the checkpoint, not from the devices: process 0 samples alone, on one device, and holds
     # only its shards of the state.
     layout, params = load_parameters(
@@ -55,9 +52,12 @@ def _log_sample(config: ResolvedConfig, corpus: Corpus, checkpoints: epath.Path)
         independent_replicas=train.diloco_inner_steps > 0,
     )
     sampler = Sampler(layout.parts, params, jax.numpy.dtype(config.precision.compute))
-    sampling = Sampling(SAMPLE_TEMPERATURE, seed=train.seed)
     text = sample_text(
-        sampler, corpus.tokenizer, train.sample_prompt, train.sample_tokens, sampling
+        sampler,
+        corpus.tokenizer,
+        train.sample_prompt,
+        train.sample_tokens,
+        Sampling(SAMPLE_TEMPERATURE, seed=train.seed),
     )
     cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 

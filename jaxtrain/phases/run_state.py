@@ -9,7 +9,6 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import StateFileError
 from jaxtrain.hf import importing
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.importing import PublishedWeights
 from jaxtrain.hf.tokenizer_files import tokenizer_of_run
 from jaxtrain.training.state import TrainState, initial_state
 from jaxtrain.training.step import Step
@@ -31,7 +30,7 @@ def state_on_disk(step: Step) -> Iterator[None]:
         yield
 
 
-def open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | None:
+def open_weights(config: ResolvedConfig, resumes: bool) -> importing.PublishedWeights | None:
     """The published weights that a new run starts from; None for a run that resumes, or starts from
     random ones. Every process must call this. Raises HfError in all of them."""
     if resumes or not config.train.init_from:
@@ -44,7 +43,9 @@ def open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | No
     return weights
 
 
-def make_state(config: ResolvedConfig, step: Step, weights: PublishedWeights | None) -> TrainState:
+def make_state(
+    config: ResolvedConfig, step: Step, weights: importing.PublishedWeights | None
+) -> TrainState:
     """The state before the first step; every process must call this. weights: of
     `train.init_from`, if they are open"""
     # An earlier state's numbers may be in the file: a run that goes back to its beginning.

@@ -14,7 +14,6 @@ from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
 from jaxtrain.devices import cluster
 from jaxtrain.devices import mesh as meshes
-from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.planner.for_training import plan_at_hand
 from jaxtrain.run.wall_clock import Phase, WallClock
@@ -105,7 +104,7 @@ def unsharded_over_data(step: Step) -> float:
     """The fraction of the parameters that ZeRO leaves unsharded, because `data` divides none of
     their dimensions."""
     layout = step.layout
-    if not layout.zero or step.mesh.shape[DATA] == 1:
+    if not layout.zero or step.mesh.shape[meshes.DATA] == 1:
         return 0.0
     parameters = layout.parameters()
     unsharded = sum(each.size for each in parameters if not each.reduction.shard_axes)

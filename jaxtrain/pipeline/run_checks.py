@@ -5,7 +5,6 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from jaxtrain import config as cfg
 from jaxtrain.config import (
     Config,
     ConfigError,
@@ -14,10 +13,12 @@ from jaxtrain.config import (
     PipelineConfig,
     PrecisionConfig,
     TrainConfig,
+    fields,
+    get,
     sources,
+    suggestion,
 )
 from jaxtrain.config.rules import checks
-from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import on_mesh
 from jaxtrain.config.rules.rules import SettingsRule, Violation, values_for
 from jaxtrain.pipeline.prepared_run import CheckedRun
@@ -31,7 +32,7 @@ LARGE = 100_000_000
 CORPUS = {"data.source": "YOUR_DATA", "data.tokenizer": "YOUR_TOKENIZER"}
 
 
-def check_run(config: Config, environment: Environment) -> CheckedRun:
+def check_run(config: Config, environment: checks.Environment) -> CheckedRun:
     """The config on its mesh, which keeps the rules of settings, devices and the files that it
     names. Raises ConfigError for the first broken rule. No table is made for
     it, but its fixes keep the environment's rules, too."""
@@ -47,7 +48,7 @@ def default_corpus(config: Config) -> dict[str, str]:
     unset = {
         path: placeholder
         for path, placeholder in CORPUS.items()
-        if cfg.get(config, path) == cfg.fields()[path].default
+        if get(config, path) == fields()[path].default
     }
     if not unset:
         return {}
@@ -57,7 +58,7 @@ def default_corpus(config: Config) -> dict[str, str]:
 
 def default_corpus_notes(config: Config) -> list[str]:
     """A line for a config of more than LARGE parameters that trains on the default corpus."""
-    flags = cfg.suggestion(default_corpus(config))
+    flags = suggestion(default_corpus(config))
     return [
         f"a model of more than {LARGE // 10**6} million parameters trains on Python's own library "
         f"or by bytes, the defaults for small trials: {flags} say what it is for"

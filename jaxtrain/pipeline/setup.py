@@ -43,7 +43,6 @@ from jaxtrain.schedule.placement import PLACEMENTS, Placement, TimesToBalance, b
 from jaxtrain.schedule.repeated_table import repeated, same_sums
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, ScheduleError, Table
-from jaxtrain.schedule.table_search import ANY_REPEATS, ReportProgress, report_share
 from jaxtrain.schedule.table_spec import Cost, TableSpec, cost, memory_of
 from jaxtrain.schedule.validator import check
 
@@ -166,7 +165,9 @@ _SETUPS: dict[ResolvedConfig, Setup] = {}  # of the last configs, oldest first
 MOST_SETUPS = 16
 
 
-def make_setup(config: ResolvedConfig, report: ReportProgress = table_search.silent) -> Setup:
+def make_setup(
+    config: ResolvedConfig, report: table_search.ReportProgress = table_search.silent
+) -> Setup:
     """The tables of a config; the same object as long as it is one of the last MOST_SETUPS.
 
     report: is told how far the search for a table has come, where there is one. Raises ConfigError
@@ -197,7 +198,7 @@ class _Search:
     pipeline: PipelineConfig
     stages: int
     times: Times
-    report: ReportProgress
+    report: table_search.ReportProgress
 
     def setup(self) -> Setup:
         """The setup of the best table. Raises ConfigError for a schedule that does not fit."""
@@ -290,7 +291,7 @@ class _Search:
         pipeline, stages = self.pipeline, self.stages
         repeats: Sequence[int] = (pipeline.repeats,)
         if pipeline.schedule == "auto" and not pipeline.repeats:
-            repeats = [n for n in ANY_REPEATS if n * stages <= self.model.layers]
+            repeats = [n for n in table_search.ANY_REPEATS if n * stages <= self.model.layers]
             if pipeline.chunk_layers:
                 repeats = (len(pipeline.chunk_layers) // stages,)
         if not repeats:
@@ -309,7 +310,7 @@ class _Search:
         # One candidate that does not fit into `memory` is no error. If none does, the least bound
         # that would do for any of them is the fix.
         for number, vocabulary in itertools.product(repeats, vocabularies):
-            report = report_share(self.report, done / total, number / total)
+            report = table_search.report_share(self.report, done / total, number / total)
             for chunks in self._cuts(number):
                 try:
                     candidates.append(self._candidate(number, chunks, vocabulary, memory, report))
@@ -354,8 +355,9 @@ class _Search:
         saved = times.overlap if pipeline.overlap else 0.0
         layer = (times.F + times.B + times.W + times.R - saved) * self.stages / layers
         work = TimesToBalance(layer, before=2 * times.embed, after=times.head)
-        least = least_layers(units)
-        return list(dict.fromkeys(balanced(layers, each, least, work) for each in stages_of))
+        return list(
+            dict.fromkeys(balanced(layers, each, least_layers(units), work) for each in stages_of)
+        )
 
     def _candidate(
         self,
@@ -363,7 +365,7 @@ class _Search:
         chunks: tuple[int, ...],
         vocabulary: str,
         memory: float | None,
-        report: ReportProgress,
+        report: table_search.ReportProgress,
     ) -> _Candidate:
         """A table with `repeats` chunks on a stage, of so many layers each; of `auto`, within
         `memory` residuals of a stage."""
@@ -406,4 +408,4 @@ class _Search:
             table = dataclasses.replace(file, saved=saved, saves_inputs=spec.saves_inputs)
         else:
             table = by_name.make_table(spec, report)
-        return _Candidate(cost(table, spec), table, sizes, shares)
+        return _Candidate(cost(table, self.times, shares), table, sizes, shares)

@@ -21,8 +21,7 @@ from jaxtrain.schedule.orders import (
 )
 from jaxtrain.schedule.orders.stage_orders import forward
 from jaxtrain.schedule.packing import PACKINGS, Tasks, pack_into_ticks
-from jaxtrain.schedule.residuals import ROUNDING
-from jaxtrain.schedule.table import ScheduleError, Table, TableShape
+from jaxtrain.schedule.table import ROUNDING, ScheduleError, Table, TableShape
 from jaxtrain.schedule.table_search import ReportProgress, search, silent
 from jaxtrain.schedule.table_spec import TableSpec, cost
 
@@ -88,8 +87,8 @@ def make_table(spec: TableSpec, report: ReportProgress = silent) -> Table:
 
 def named_table(spec: TableSpec, report: ReportProgress = silent) -> Table:
     """The table of a named schedule, by `packed`."""
-    sizes = (spec.stages, spec.repeats, spec.microbatches)
-    return packed(named_orders(spec.schedule, *sizes, spec.overlap), spec, report)
+    orders = named_orders(spec.schedule, spec.stages, spec.repeats, spec.microbatches, spec.overlap)
+    return packed(orders, spec, report)
 
 
 def packed(
@@ -109,7 +108,7 @@ def packed(
         tables.append(pack_into_ticks(tasks, packing))
     if len(tables) == 1:
         return tables[0]
-    costs = [cost(table, spec) for table in tables]
+    costs = [cost(table, spec.times, spec.shares) for table in tables]
     most = costs[0].memory + ROUNDING
     return tables[min((each, i) for i, each in enumerate(costs) if each.memory <= most)[1]]
 

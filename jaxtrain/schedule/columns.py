@@ -327,8 +327,9 @@ def _cells(table: Table, kind: str, unit: int, overlapped: bool = False) -> np.n
     # F and K are both cells of Op.F: F where an R follows (it saves inputs alone) or in evaluation,
     # K where it saves what B reads.
     if kind in "FK":
-        units = range(table.units)
-        recomputed = np.array([table.forward_only or table.recomputes(g) for g in units])
+        recomputed = np.array(
+            [table.forward_only or table.recomputes(each) for each in range(table.units)]
+        )
         cells &= recomputed[table.unit] == (kind == "F")
     return cells & (table.overlapped == overlapped)
 

@@ -402,8 +402,8 @@ def stacked_bars(
     for name in dict.fromkeys(name for column in columns for name in column):
         heights = [column.get(name, 0.0) for column in columns]
         if any(heights):
-            bars = {"label": name, "width": width, "color": colours.get(name)}
-            axes.bar(places, heights, bottom=bottoms, **bars)
+            colour = colours.get(name)
+            axes.bar(places, heights, width, bottom=bottoms, label=name, color=colour)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
 
 

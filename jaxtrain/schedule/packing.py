@@ -31,7 +31,6 @@ orders into arrays and knows what each task waits for, `pack_into_ticks` packs t
 `_pack_in_order` (three packings) or `_pack_aligned`. No JAX here.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -168,24 +167,13 @@ class Tasks:
             kinds * shape.units * shape.microbatches + extra for extra in range(3)
         )
         self.does = self._fact(DONE + self.op, self.unit)
-        self._connect()
-        self.forget()
-
-    def _fact(self, kind: int | np.ndarray, unit: np.ndarray) -> np.ndarray:
-        """int [tasks]: each task's fact of a kind, of a unit."""
-        return (kind * self.shape.units + unit) * self.shape.microbatches + self.microbatch
-
-    def _connect(self) -> None:
-        """Sets `reads`, `follows` and `sends`. The head is in the tick of the last unit's F, whose
-        message is therefore the gradient that the head makes."""
         idle, forward, recompute, backward, weights = (
             self.op == op for op in (Op.IDLE, Op.F, Op.R, Op.B, Op.W)
         )
         lowest, last = self.unit == 0, self.unit == self.shape.units - 1
         activation, gradient = self._fact(ACTIVATION, self.unit), self._fact(GRADIENT, self.unit)
-        never = np.full(len(idle), self._never)
         self.reads = np.select(
-            [idle, forward & ~lowest, backward], [never, activation, gradient], self._always
+            [idle, forward & ~lowest, backward], [self._never, activation, gradient], self._always
         )
         f_done, b_done = self._fact(DONE + Op.F, self.unit), self._fact(DONE + Op.B, self.unit)
         self.follows = np.select([backward | recompute, weights], [f_done, b_done], self._always)
@@ -193,11 +181,18 @@ class Tasks:
             self._fact(ACTIVATION, self.unit + 1),
             self._fact(GRADIENT, self.unit - 1),
         )
+        # The head is in the tick of the last unit's F, whose message is therefore the gradient that
+        # the head makes.
         self.sends = np.select(
             [forward & last, forward, backward & ~lowest],
             [gradient, output, input_gradient],
             self._unread,
         )
+        self.forget()
+
+    def _fact(self, kind: int | np.ndarray, unit: np.ndarray) -> np.ndarray:
+        """int [tasks]: each task's fact of a kind, of a unit."""
+        return (kind * self.shape.units + unit) * self.shape.microbatches + self.microbatch
 
     def forget(self) -> None:
         """Forgets all facts, so that another table can be packed."""
@@ -209,27 +204,24 @@ class Tasks:
         `tick`."""
         return (self.known[self.reads[tasks]] <= tick) & (self.known[self.follows[tasks]] <= tick)
 
-    def cells_ready(self, tasks: np.ndarray, tick: int) -> np.ndarray:
-        """Whether the cells that begin with these tasks can run in a tick: `ready`, and where an F
-        shares its cell with the next B, that is ready, too."""
-        with_b = np.where(self.joined[tasks], tasks + 1, tasks)
-        return self.ready(tasks, tick) & self.ready(with_b, tick)
+    def table(self, ticks: np.ndarray, permutes: list[int]) -> Table:
+        """The table of tasks in their ticks.
 
-    def table(self, packed: "Packed") -> Table:
-        """The table of tasks in their ticks."""
+        ticks: int [tasks], the tick of each task; permutes: the Permute of each tick
+        """
         shape = self.shape
-        grid = CellGrid.idle(len(packed.permutes), shape.stages)
+        grid = CellGrid.idle(len(permutes), shape.stages)
         stages = np.repeat(np.arange(shape.stages), self.end - self.begin + 1)
         # A joined F is followed by its B, which goes into the same cell, as its overlapped B.
         is_joined_b = np.append(False, self.joined[:-1])
         tasks = np.flatnonzero((self.op != Op.IDLE) & ~is_joined_b)
-        cells = packed.tick[tasks], stages[tasks]
+        cells = ticks[tasks], stages[tasks]
         grid.op[cells], grid.unit[cells] = self.op[tasks], self.unit[tasks]
         grid.microbatch[cells] = self.microbatch[tasks]
         tasks = np.flatnonzero(is_joined_b)
-        cells = packed.tick[tasks], stages[tasks]
+        cells = ticks[tasks], stages[tasks]
         grid.b_unit[cells], grid.b_microbatch[cells] = self.unit[tasks], self.microbatch[tasks]
-        return from_grid(shape, grid, permute=packed.permutes)
+        return from_grid(shape, grid, permute=permutes)
 
     def refuse_endless(self, tick: int, waiting: np.ndarray) -> NoReturn:
         """Raises TableError, because no message ever comes for the tasks that wait in a tick.
@@ -248,17 +240,6 @@ class Tasks:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Packed:
-    """The ticks of a packed order.
-
-    tick: int [tasks], the tick of each task of a `Tasks`; permutes: the Permute of each tick
-    """
-
-    tick: np.ndarray
-    permutes: list[int]
-
-
 def pack_into_ticks(tasks: Tasks, packing: str) -> Table:
     """The table of tasks, packed by one of PACKINGS. Raises TableError for an order that can never
     finish, and ScheduleError for overlapped cells in `aligned`."""
@@ -266,12 +247,12 @@ def pack_into_ticks(tasks: Tasks, packing: str) -> Table:
     if packing == "aligned":
         if tasks.joined.any():
             raise ScheduleError("permute='aligned' takes no overlapped cells", use=IN_ORDER[0])
-        return tasks.table(_pack_aligned(tasks))
+        return _pack_aligned(tasks)
     when = Permute.LATE if packing == "late" else Permute.EARLY
-    return tasks.table(_pack_in_order(tasks, when, ticks_of_f=2 if packing == "spaced" else 1))
+    return _pack_in_order(tasks, when, ticks_of_f=2 if packing == "spaced" else 1)
 
 
-def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
+def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Table:
     """Packs every task into the earliest tick in which it is ready, in order; an F occupies its
     stage for `ticks_of_f` ticks.
 
@@ -290,7 +271,10 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
         # All stages that are free choose before anything of this tick becomes known: a result can
         # be read in the next tick at the earliest.
         tick = len(permutes)
-        stages = np.flatnonzero(tasks.cells_ready(following, tick) & (free <= tick))
+        # An F that shares its cell with the next B waits for what that needs, too.
+        with_b = np.where(tasks.joined[following], following + 1, following)
+        ready = tasks.ready(following, tick) & tasks.ready(with_b, tick)
+        stages = np.flatnonzero(ready & (free <= tick))
         begun = following[stages]
         free[stages] = tick + duration[begun]
         following[stages] += 1 + tasks.joined[begun]
@@ -305,7 +289,7 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
         idle = 0 if len(done) else idle + 1
         if idle > MOST_IDLE_TICKS:
             tasks.refuse_endless(tick, following)
-    return Packed(ticks, permutes)
+    return tasks.table(ticks, permutes)
 
 
 class _Lane:
@@ -419,7 +403,7 @@ class _Lanes:
         )
 
 
-def _pack_aligned(tasks: Tasks) -> Packed:
+def _pack_aligned(tasks: Tasks) -> Table:
     """Packs in turn two ticks of F and B, in which a stage without a ready one does a W or R, and
     one tick of W and R, or two with recompute."""
     lanes = _Lanes(tasks)
@@ -456,4 +440,4 @@ def _pack_aligned(tasks: Tasks) -> Packed:
         idle = 0 if len(done) else idle + 1
         if idle > MOST_IDLE_TICKS:
             tasks.refuse_endless(tick, lanes.main.following)
-    return Packed(ticks, permutes)
+    return tasks.table(ticks, permutes)

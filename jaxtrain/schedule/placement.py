@@ -209,9 +209,11 @@ class Placement:
 
     def counts(self, local_unit: int) -> list[int]:
         """The layers of the unit on each stage that has it; 0 is possible."""
-        stages = range(self.stages)
-        of_unit = [stage for stage in stages if self.unit_at(local_unit, stage) is not None]
-        return [self.layer_count(local_unit, stage) for stage in of_unit]
+        return [
+            self.layer_count(local_unit, stage)
+            for stage in range(self.stages)
+            if self.unit_at(local_unit, stage) is not None
+        ]
 
     def stack_size(self, local_unit: int) -> int:
         """The layers in the stacked array of these units: the most that a stage has."""
@@ -230,9 +232,9 @@ class Placement:
         """A text with the number of layers on each stage: "7 layers on 2 pipeline stages: 4, 3"."""
         if self.stages == 1:
             return f"{self.layers} layers on one stage"
-        units = range(self.units_per_stage)
         counts = [
-            sum(self.layer_count(unit, stage) for unit in units) for stage in range(self.stages)
+            sum(self.layer_count(unit, stage) for unit in range(self.units_per_stage))
+            for stage in range(self.stages)
         ]
         listed = f"{counts[0]} on each" if len({*counts}) == 1 else ", ".join(map(str, counts))
         return f"{self.layers} layers on {self.stages} pipeline stages: {listed}"

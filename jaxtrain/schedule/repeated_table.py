@@ -18,11 +18,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain.schedule.clocks.coupled import coupled_time
 from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.packing import IN_ORDER, Tasks, pack_into_ticks
-from jaxtrain.schedule.residuals import peak_residuals
 from jaxtrain.schedule.table import Table, TableShape
+from jaxtrain.schedule.table_spec import cost
 
 
 def repeated(
@@ -56,14 +55,11 @@ def repeated(
     # An order of `aligned` may move a W behind later ops. Behind an op of the next step it would
     # come after the update that needs it.
     packings = (permute,) if permute in IN_ORDER else IN_ORDER
-
-    def cost(several: Table) -> tuple[bool, float, float, int]:
-        time = float(f"{coupled_time(several, times, shares):.9g}")
-        memory = max(peak_residuals(several, count_weight_stash=True))
-        # False sorts before True: a packing that adds up in another order is only the last resort.
-        return not same_sums(several, table), time, memory, several.ticks
-
-    return min((pack_into_ticks(tasks, packing) for packing in packings), key=cost)
+    # False sorts before True: a packing that adds up in another order is only the last resort.
+    return min(
+        (pack_into_ticks(tasks, packing) for packing in packings),
+        key=lambda several: (not same_sums(several, table), cost(several, times, shares)),
+    )
 
 
 def same_sums(several: Table, one: Table) -> bool:

@@ -95,8 +95,7 @@ class TickSlots:
 
     def of_overlapped_b(self) -> "TickSlots":
         """The slots for the B of an overlapped cell, under the names that any B reads."""
-        read = {name: getattr(self, f"b_{name}") for name in READ_BY_B}
-        return dataclasses.replace(self, **read)
+        return dataclasses.replace(self, **{name: getattr(self, f"b_{name}") for name in READ_BY_B})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

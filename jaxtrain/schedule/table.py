@@ -25,9 +25,10 @@ The head of a microbatch may stand in the tick of the last unit's F, but the las
 later one.
 
 How to read this file: `TableShape` is the pipeline without ticks, `Table` adds them, and the
-functions behind it answer questions about units and stages. transport.py says when a message can be
-read, validator.py whether a table is correct, slots.py which slot holds a value. by_name.py makes
-tables, clocks/ times them. No JAX here.
+functions behind it answer questions about units and stages; `peak_residuals` is its memory, without
+sizes in bytes. transport.py says when a message can be read, validator.py whether a table is
+correct, slots.py which slot holds a value. by_name.py makes tables, clocks/ times them. No JAX
+here.
 
     1f1b, 3 stages, 3 microbatches     stage 0  F0 F1 F2 .  .  B0 W0 .  B1 W1 .  B2 W2
                                        stage 1  .  F0 F1 .  B0 W0 F2 B1 W1 .  B2 W2 .
@@ -250,14 +251,14 @@ class Table(TableShape):
         """The ops of the cells that are not idle; of an overlapped cell its F, then its B."""
         # Two stages, F0 | idle and then F1+B0 | F0: ticks 0 1 1 1, stages 0 0 0 1, ops F F B F.
         tick, stage = np.nonzero(self.op)
-        arrays = [array[tick, stage] for array in (self.op, self.unit, self.microbatch)]
+        of_cells = (array[tick, stage] for array in (self.op, self.unit, self.microbatch))
+        cells = CellArrays(tick, stage, *of_cells)
         if not self.overlaps:
-            return CellArrays(tick, stage, *arrays)
-        b_tick, b_stage = np.nonzero(self.overlapped)
-        of_b = [np.full_like(b_tick, Op.B, np.int32)]
-        of_b += [array[b_tick, b_stage] for array in (self.b_unit, self.b_microbatch)]
-        both = [np.concatenate(pair) for pair in zip((tick, stage), (b_tick, b_stage), strict=True)]
-        both += [np.concatenate(pair) for pair in zip(arrays, of_b, strict=True)]
+            return cells
+        tick, stage = np.nonzero(self.overlapped)
+        of_b = (array[tick, stage] for array in (self.b_unit, self.b_microbatch))
+        bs = CellArrays(tick, stage, np.full_like(tick, Op.B, np.int32), *of_b)
+        both = [np.concatenate(pair) for pair in zip(cells, bs, strict=True)]
         order = np.lexsort((both[1], both[0]))  # stable: an F stands before its B
         return CellArrays(*(array[order] for array in both))
 
@@ -417,3 +418,43 @@ def cell_name(cell: tuple[int, int, int], stage_of: tuple[int, ...]) -> str:
     """A cell as CSV files and errors name it: `F0.3` is F of local unit 0 on microbatch 3."""
     op, unit, microbatch = cell
     return f"{Op(op).name}{local_unit_of(stage_of)[unit]}.{microbatch}"
+
+
+# --- residuals ------------------------------------------------------------------------------------
+
+# A chunk's input as a fraction of its residuals: in a Llama layer they are some 24 times the input.
+# F saves the input alone where R rebuilds the rest.
+INPUT = 1 / 20
+ROUNDING = 1e-9  # of sums of residuals
+
+
+def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float]:
+    """The most residuals that each stage holds in one tick; 1 is those of one chunk for one
+    microbatch.
+
+    Residuals count from the tick of F to the tick of B. With `count_weight_stash` they count to the
+    tick of W, so that the weight stash counts as much as the residuals of B; and of the
+    recomputed layers of a unit F saves the input alone, a twentieth, and R the rest. A unit counts
+    as its fraction of its chunk. Forward-only tables hold none.
+    """
+    if table.forward_only:
+        return [0.0] * table.stages
+    last_reader = Op.W if count_weight_stash else Op.B
+    # 1f1b, stage 1 of 2, one unit a chunk: the cells F0 B0 W0 F1 B1 W1 change the number by
+    # +1 −1 0 +1 −1 0, or counted to the end of W by +1 0 −1 +1 0 −1. The peak is the largest sum up
+    # to a tick. The last column is of idle cells.
+    change = np.zeros((len(Op), table.units + 1))
+    for unit, chunk in enumerate(table.chunk_of):
+        fraction = 1 / table.chunk_of.count(chunk)
+        if count_weight_stash and table.recomputes(unit):
+            rebuilt = fraction * (1 - INPUT) * table.recomputed[unit]
+            change[Op.F, unit], change[Op.R, unit] = fraction - rebuilt, rebuilt
+        else:
+            change[Op.F, unit] = fraction
+        change[last_reader, unit] = -fraction
+    saved = np.cumsum(change[table.op, table.unit], axis=0)
+    if table.overlaps:
+        # An overlapped B frees residuals only after the tick in which its F saves others.
+        freed = change[np.where(table.overlapped, Op.B, Op.IDLE), table.b_unit]
+        saved += np.cumsum(freed, axis=0) - freed
+    return [round(peak, 9) for peak in saved.max(axis=0, initial=0.0).tolist()]

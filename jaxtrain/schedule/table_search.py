@@ -16,7 +16,7 @@ each op, stages · chunks a stage · microbatches. With a larger size there are 
                        them
     more               1                             all but aligned
 
-Memory includes the weight stash: residuals.peak_residuals with `count_weight_stash`.
+Memory includes the weight stash: `peak_residuals` with `count_weight_stash`.
 
 How to read this file: `search` is the loop, `candidates` says which orders it compares, and
 `list_schedule`, the second half, makes orders for the op times. No JAX here.
@@ -33,8 +33,8 @@ from jaxtrain.schedule.orders import SCHEDULES, ChunkOrders, fits_repeats
 from jaxtrain.schedule.orders.stage_orders import B, F, Orders, W, accumulate, between
 from jaxtrain.schedule.packing import IN_ORDER, pack_into_ticks
 from jaxtrain.schedule.placement import PLACEMENTS
-from jaxtrain.schedule.residuals import ROUNDING
 from jaxtrain.schedule.table import (
+    ROUNDING,
     ScheduleError,
     Table,
     counted,
@@ -138,7 +138,7 @@ def search(specs: Sequence[TableSpec], report: ReportProgress = silent) -> Table
             if spec.memory is not None and memory > spec.memory + ROUNDING:
                 too_much |= packing in IN_ORDER
                 continue
-            price = cost(table, spec)
+            price = cost(table, spec.times, spec.shares)
             if best is None or price < best[0]:
                 best = price, table
     if best is None:
@@ -270,10 +270,9 @@ class _ListState:
         # Of each chunk, the residuals that its stage may hold before another F of it: one less than
         # the bound for each later chunk of the stage. Otherwise Fs of the lowest chunk could fill
         # the stage, and no microbatch would ever come to the end.
-        local = local_unit_of(stage_of)
         self.capacity = [
             bound - (len(self.chunks_of[stage]) - 1 - index)
-            for stage, index in zip(stage_of, local, strict=True)
+            for stage, index in zip(stage_of, local_unit_of(stage_of), strict=True)
         ]
         self.time_f, self.time_b, self.time_w = times.F, times.B, times.W
         # The next microbatch of each chunk; and, by microbatch, when the message that its F or B

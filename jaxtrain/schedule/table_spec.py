@@ -10,8 +10,7 @@ from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.orders import ChunkOrders
 from jaxtrain.schedule.orders.stage_orders import Orders
 from jaxtrain.schedule.packing import IN_ORDER, PACKINGS, Tasks, cut_into_units
-from jaxtrain.schedule.residuals import peak_residuals
-from jaxtrain.schedule.table import Op, ScheduleError, Table, TableShape
+from jaxtrain.schedule.table import Op, ScheduleError, Table, TableShape, peak_residuals
 
 # Under full recomputation the last unit has no R, and its F saves the residuals themselves, while
 # at most this many microbatches are between their F and B there; with overlapped cells one, or all
@@ -121,11 +120,12 @@ class Cost(NamedTuple):
     ticks: int
 
 
-def cost(table: Table, spec: TableSpec) -> Cost:
-    """The cost of a table by the spec's times, rounded to nine digits."""
+def cost(table: Table, times: Times, shares: Sequence[float] | None = None) -> Cost:
+    """The cost of a table by these op times, rounded to nine digits. shares: of each unit, as in
+    `TableSpec`"""
     # Nine digits: sums of floats in another order must not decide between two tables that take the
     # same time.
-    time = coupled_time(table, spec.times, spec.shares)
+    time = coupled_time(table, times, shares)
     return Cost(float(f"{time:.9g}"), memory_of(table), table.ticks)
 
 

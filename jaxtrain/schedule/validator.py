@@ -11,8 +11,8 @@ as CSV files do, F0.3, and what to change. Begin with `check`. No JAX here.
 
 import numpy as np
 
-from jaxtrain.schedule.residuals import ROUNDING, peak_residuals
 from jaxtrain.schedule.table import (
+    ROUNDING,
     VOCABULARIES,
     Cell,
     CellArrays,
@@ -22,6 +22,7 @@ from jaxtrain.schedule.table import (
     TableError,
     cell_name,
     message_ways,
+    peak_residuals,
     unit_lookup,
 )
 from jaxtrain.schedule.transport import NEVER, Arrivals, arrivals, buffer_numbers, departures

@@ -79,7 +79,7 @@ def test_every_format_has_a_reader_unless_it_holds_tokens():
         if format.holds == "tokens":
             assert not format.reader
         else:
-            assert callable(pkgutil.resolve_name(f"jaxtrain.data.{format.reader}"))
+            assert callable(pkgutil.resolve_name(f"jaxtrain.data.reading.{format.reader}"))
         assert not format.title or format.title in sources.HELP
 
 

@@ -14,8 +14,7 @@ from jaxtrain.schedule.orders import StageTimes, closed_forms
 from jaxtrain.schedule.orders import stage_orders as orders
 from jaxtrain.schedule.packing import Tasks, pack_into_ticks
 from jaxtrain.schedule.placement import PLACEMENTS
-from jaxtrain.schedule.residuals import peak_residuals
-from jaxtrain.schedule.table import Op, TableShape
+from jaxtrain.schedule.table import Op, TableShape, peak_residuals
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check
 

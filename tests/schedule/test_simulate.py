@@ -13,8 +13,7 @@ from jaxtrain.schedule.clocks.simulate import simulate
 from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.files.table_csv import read_csv
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats
-from jaxtrain.schedule.residuals import peak_residuals
-from jaxtrain.schedule.table import Op, TableShape
+from jaxtrain.schedule.table import Op, TableShape, peak_residuals
 from jaxtrain.schedule.table_spec import TableSpec
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)

@@ -3,7 +3,6 @@
 import pytest
 
 from jaxtrain.schedule.cell_grid import from_cells
-from jaxtrain.schedule.residuals import peak_residuals
 from jaxtrain.schedule.table import (
     Op,
     ScheduleError,
@@ -11,6 +10,7 @@ from jaxtrain.schedule.table import (
     TableShape,
     directions,
     local_unit_of,
+    peak_residuals,
     units_of,
     wraps,
 )

@@ -13,8 +13,7 @@ from jaxtrain.schedule.clocks.simulate import simulate
 from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 from jaxtrain.schedule.placement import PLACEMENTS
-from jaxtrain.schedule.residuals import ROUNDING, peak_residuals
-from jaxtrain.schedule.table import Op, Table
+from jaxtrain.schedule.table import ROUNDING, Op, Table, peak_residuals
 from jaxtrain.schedule.table_search import ListRule, list_schedule
 from jaxtrain.schedule.table_spec import TableSpec, memory_of
 from jaxtrain.schedule.validator import check

@@ -23,7 +23,6 @@ from jaxtrain.config import Config, ConfigError, MeshedConfig, StoredConfig
 from jaxtrain.config.groups.setting import Choices
 from jaxtrain.config.rules import mesh_rules, model_rules, resume
 from jaxtrain.config.rules.all_rules import OF_OUR_PRODUCTS, RULES
-from jaxtrain.config.rules.mesh_rules import filled, on_mesh
 from jaxtrain.config.rules.rules import (
     SettingChanges,
     SettingsRule,
@@ -80,7 +79,7 @@ def check_devices(config: Config, device_count: int, platform: str = "gpu") -> M
     the devices, the batch does not divide over them, or they have no such kernel.
     """
     check(config, Environment(device_count, platform))
-    return on_mesh(config, device_count)
+    return mesh_rules.on_mesh(config, device_count)
 
 
 def check_resume(stored: StoredConfig, config: Config, environment: Environment = UNKNOWN) -> None:
@@ -115,7 +114,7 @@ def _violations(
             yield violation
     yield from mesh_rules.axes_have_sizes(config.mesh)
     yield from model_rules.head_size_is_whole(config.model)
-    sized = filled(config, environment.devices)
+    sized = mesh_rules.filled(config, environment.devices)
     complete = sized.fill()
     for rule in RULES:
         if environment.is_ours or rule not in OF_OUR_PRODUCTS:

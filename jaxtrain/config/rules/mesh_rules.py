@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from jaxtrain import config as cfg
 from jaxtrain.config import (
     Config,
     DataConfig,
@@ -22,6 +21,8 @@ from jaxtrain.config import (
     PrecisionConfig,
     ResolvedModel,
     TrainConfig,
+    get,
+    replace,
 )
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.rules.rules import SettingChanges, Violation, divisors, near, values_for
@@ -45,7 +46,7 @@ def filled(config: Config, devices: int | None) -> Config:
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) != 1 or fixed < 1 or devices % fixed:
         return config
-    return cfg.replace(config, {f"mesh.{open_axes[0]}": devices // fixed})
+    return replace(config, {f"mesh.{open_axes[0]}": devices // fixed})
 
 
 def on_mesh(config: Config, devices: int | None) -> MeshedConfig:
@@ -81,8 +82,7 @@ def adapted(config: Config, devices: int) -> Config:
             )
         for microbatches in numbers:
             if config.data.batch_size % (shards * microbatches) == 0:
-                changes = {REPLICA: replica, DATA: data, MICROBATCHES: microbatches}
-                return cfg.replace(config, changes)
+                return replace(config, {REPLICA: replica, DATA: data, MICROBATCHES: microbatches})
     return config
 
 
@@ -133,8 +133,7 @@ def elastic_notes(requested: Config, config: MeshedConfig) -> list[str]:
     """A line with the settings of the requested config that an elastic mesh has changed; [] if it
     has changed none."""
     pairs = {
-        path: (cfg.get(requested, path), cfg.get(config, path))
-        for path in (REPLICA, DATA, MICROBATCHES)
+        path: (get(requested, path), get(config, path)) for path in (REPLICA, DATA, MICROBATCHES)
     }
     changed = [
         f"{path} {before} → {after}"

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain import config as cfg
 from jaxtrain.config import (
     DataConfig,
     MeshConfig,
@@ -11,6 +10,7 @@ from jaxtrain.config import (
     ParallelConfig,
     PrecisionConfig,
     ResolvedModel,
+    fields,
     kernels,
 )
 from jaxtrain.config.rules.rules import Violation, divisors, near, values_for
@@ -116,8 +116,11 @@ def kernel_is_of_platform(model: ModelConfig, platform: str) -> Iterator[Violati
     """platform: of the devices, by jax's name; "": not known"""
     path = "model.attention_kernel"
     if model.attention_kernel == kernels.CUDNN and platform not in ("", kernels.GPU):
-        rule = f"is for NVIDIA GPUs, and the devices here are of platform {platform!r}"
-        yield Violation(path, rule, [{path: "auto"}])
+        yield Violation(
+            path,
+            f"is for NVIDIA GPUs, and the devices here are of platform {platform!r}",
+            [{path: "auto"}],
+        )
 
 
 def layers_without_rotary_exist(model: ResolvedModel) -> Iterator[Violation]:
@@ -228,7 +231,7 @@ def router_groups_divide(model: ResolvedModel) -> Iterator[Violation]:
             [{"model.router_group_limit": model.router_groups}],
         )
     size = model.experts // model.router_groups
-    default: Any = cfg.fields()["model.router_group_best"].default
+    default: Any = fields()["model.router_group_best"].default
     if model.router_groups > 1 and model.router_group_best > max(size, default):
         yield Violation(
             "model.router_group_best",

@@ -1,5 +1,6 @@
 """The rules of the pipeline and its table. Standard library only."""
 
+import dataclasses
 import difflib
 import functools
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from jaxtrain.config.saved_values import (
     saved_values,
 )
 from jaxtrain.config.sizes import SELECTIVE, remat_of
+from jaxtrain.schedule.clocks.times import KnownTimes
 from jaxtrain.schedule.orders import (
     OVERLAPPED,
     SCHEDULES,
@@ -64,7 +66,9 @@ def pipeline_fits(
         )
     if pipeline.overlap and mesh.stage != 1:
         yield from _overlap(pipeline)
-    if pipeline.times and len(pipeline.times) not in range(3, 10):
+    if not pipeline.times:
+        return
+    if len(pipeline.times) not in range(3, 10):
         fixed = (
             (*pipeline.times, 1.0, 1.0, 1.0)[:3] if len(pipeline.times) < 3 else pipeline.times[:9]
         )
@@ -74,11 +78,13 @@ def pipeline_fits(
             "update and embedding",
             values_for("pipeline.times", [fixed, ()]),
         )
-    if pipeline.times and not all(pipeline.times[:3]):
+        return
+    times = KnownTimes(*pipeline.times)
+    if not (times.F and times.B and times.W):
         yield Violation("pipeline.times", "has no time for F, B or W", [{"pipeline.times": ()}])
-    both = pipeline.times[6:7]
-    if both and 0 < both[0] < max(pipeline.times[:2]):
-        least = (*pipeline.times[:6], max(pipeline.times[:2]), *pipeline.times[7:])
+    longer = max(times.F, times.B)
+    if times.FB and longer > times.FB:
+        least = dataclasses.replace(times, FB=longer).setting()
         yield Violation(
             "pipeline.times",
             "has less time for FB, an F and a B at the same time, than for one of them",

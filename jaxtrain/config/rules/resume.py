@@ -3,8 +3,7 @@ those that do. No jax."""
 
 from collections.abc import Iterator
 
-from jaxtrain import config as cfg
-from jaxtrain.config import FilledConfig, ResolvedConfig, StoredConfig
+from jaxtrain.config import FilledConfig, ResolvedConfig, StoredConfig, fields, get, value_text
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.rules.rules import Violation
 
@@ -43,17 +42,17 @@ def violations(config: FilledConfig, stored: StoredConfig) -> Iterator[Violation
         fixed.add("mesh.replica")  # independent replicas have parameters of their own
     elif config.train.diloco_inner_steps or stored.train.diloco_inner_steps:
         fixed.add("train.diloco_inner_steps")
-    for path in sorted(cfg.fields(), key=lambda path: not path.startswith("data.")):
-        value = cfg.get(stored, path)
+    for path in sorted(fields(), key=lambda path: not path.startswith("data.")):
+        value = get(stored, path)
         matters = path in fixed or (path.startswith(("model.", "data.")) and path not in free)
-        if matters and value != cfg.get(config, path):
+        if matters and value != get(config, path):
             yield Violation(path, f"{CANNOT} of {path}={value!r}", [{path: value}])
 
 
 def changes(stored: StoredConfig, config: ResolvedConfig) -> list[str]:
     """The differences between a checkpoint's config and the one that resumes it: lines such as
     "optimizer.learning_rate: 0.003 → 0.1"."""
-    pairs = ((path, cfg.get(stored, path), cfg.get(config, path)) for path in cfg.fields())
+    pairs = ((path, get(stored, path), get(config, path)) for path in fields())
     return [
         f"{path}: {_text(before)} → {_text(after)}"
         for path, before, after in pairs
@@ -62,4 +61,4 @@ def changes(stored: StoredConfig, config: ResolvedConfig) -> list[str]:
 
 
 def _text(value: object) -> str:
-    return cfg.value_text(value) or ("none" if isinstance(value, tuple) else "''")
+    return value_text(value) or ("none" if isinstance(value, tuple) else "''")

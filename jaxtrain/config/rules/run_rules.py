@@ -39,10 +39,10 @@ def sequence_fits(
             [{"model.max_positions": tokens}],
         )
     if model.positions == "learned" and model.max_positions <= train.sample_tokens:
-        learned = f"the learned positions, model.max_positions={model.max_positions}"
         yield Violation(
             "train.sample_tokens",
-            f"and a prompt are longer than {learned}",
+            "and a prompt are longer than the learned positions, "
+            f"model.max_positions={model.max_positions}",
             [{"train.sample_tokens": model.max_positions - 1}],
         )
 

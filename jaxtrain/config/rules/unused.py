@@ -10,7 +10,6 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jaxtrain import config as cfg
 from jaxtrain.config import (
     Config,
     MeshedConfig,
@@ -18,7 +17,11 @@ from jaxtrain.config import (
     ParallelConfig,
     PipelineConfig,
     ends_with_layers,
+    fields,
+    get,
+    one_line,
     sources,
+    value_text,
 )
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES
@@ -275,7 +278,7 @@ USES = (
     *(
         Use(
             [path],
-            lambda c, path=path: cfg.get(c, path) < c.train.steps,  # type: ignore[misc]
+            lambda c, path=path: get(c, path) < c.train.steps,  # type: ignore[misc]
             lambda c: f"with train.steps={c.train.steps}",
         )
         for path in (
@@ -370,18 +373,18 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
         changed = [
             path
             for path in use.settings
-            if path not in known and cfg.get(config, path) != cfg.fields()[path].default
+            if path not in known and get(config, path) != fields()[path].default
         ]
         if changed and not use.used(config):
             known |= set(changed)
             named.setdefault(use.reason(config), []).extend(
-                f"{path}={shlex.quote(cfg.value_text(cfg.get(config, path)))}" for path in changed
+                f"{path}={shlex.quote(value_text(get(config, path)))}" for path in changed
             )
     notes = []
     for reason, names in named.items():
         subject = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         verb = "have" if len(names) > 1 else "has"
-        notes.append(cfg.one_line(f"{subject} {verb} no use {reason}"))
+        notes.append(one_line(f"{subject} {verb} no use {reason}"))
     return [
         *notes,
         *_more_layers_than_there_are(config.pipeline, config.model, config.mesh.stage),

@@ -36,8 +36,7 @@ from jaxtrain.schedule.clocks.coupled import coupled_time
 from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE
-from jaxtrain.schedule.residuals import peak_residuals
-from jaxtrain.schedule.table import Op, Permute, Table
+from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
 
 DAY = 86400.0
 OPS = (Op.F, Op.R, Op.B, Op.W)

@@ -10,9 +10,8 @@ import numpy as np
 from jaxtrain.schedule.clocks.coupled import coupled
 from jaxtrain.schedule.clocks.independent import independent
 from jaxtrain.schedule.clocks.times import Timeline, Times
-from jaxtrain.schedule.residuals import peak_residuals
 from jaxtrain.schedule.slots import assign_slots
-from jaxtrain.schedule.table import Permute, Table
+from jaxtrain.schedule.table import Permute, Table, peak_residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,19 +156,20 @@ def comparison(listed: list[Figures], repeats: int) -> str:
     that was asked for, 0 for none."""
     width = max(len(values["schedule"]) for values in listed)
     unit = "of a stage" if repeats in (0, 1) else f"of 1/{repeats} of a stage"
-    lines = [
-        f"{'schedule':{width}}  repeats  ticks  step coupled  independent  bubble coupled  "
-        "independent    span  residuals",
-        *(
-            f"{values['schedule']:{width}}  {values['repeats']:7}  {values['ticks']:5}  "
-            f"{values['step_time_coupled']:12.6g}  "
-            f"{values['step_time']:11.6g}  {values['bubble_fraction_coupled']:14.2%}  "
-            f"{values['bubble_fraction']:11.2%}  "
-            f"{values['bubble_fraction_span']:6.2%}  {values['memory']:9.4g}"
-            f"{'' if values['fits'] else '  more than --memory'}"
-            for values in listed
-        ),
-        f"residuals: the most at once on any stage, {unit} for one microbatch, from F to the "
-        "end of W",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(
+        [
+            f"{'schedule':{width}}  repeats  ticks  step coupled  independent  bubble coupled  "
+            "independent    span  residuals",
+            *(
+                f"{values['schedule']:{width}}  {values['repeats']:7}  {values['ticks']:5}  "
+                f"{values['step_time_coupled']:12.6g}  "
+                f"{values['step_time']:11.6g}  {values['bubble_fraction_coupled']:14.2%}  "
+                f"{values['bubble_fraction']:11.2%}  "
+                f"{values['bubble_fraction_span']:6.2%}  {values['memory']:9.4g}"
+                f"{'' if values['fits'] else '  more than --memory'}"
+                for values in listed
+            ),
+            f"residuals: the most at once on any stage, {unit} for one microbatch, from F to the "
+            "end of W\n",
+        ]
+    )

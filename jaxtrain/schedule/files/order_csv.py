@@ -175,8 +175,9 @@ def _actions(line: str, number: int) -> Iterator[_Action]:
             if not match or (letters not in SKIPPED and not (letters in COMPUTES and match[3])):
                 raise _no_action(part, letters, number, column)
             if letters in COMPUTES:
-                numbers = int(match[1]), int(match[3])
-                yield _Action(letters, *numbers, number, column, pair is not None)
+                yield _Action(
+                    letters, int(match[1]), int(match[3]), number, column, pair is not None
+                )
 
 
 def _no_action(part: str, letters: str, line: int, column: str) -> FileError:

@@ -131,20 +131,11 @@ def _idle_fused(p: int, v: int, t: StageTimes) -> float:
     return (p - 1) * t.all / v
 
 
-def _idle_in_pairs(p: int, v: int, t: StageTimes) -> float:
-    # an R does not wait for the gradient that its B waits for
-    return (p - 1) * max(0.0, t.F + t.B - 2 * t.overlap / v) / v
-
-
 def _idle_filled(delayed: int) -> Callable[[int, int, StageTimes], float]:
     """The closed form of idle time of which `delayed` W's of a microbatch fill a part."""
     # ZB-H1 delays one W for each stage behind, and waits for F + R + B − W; ZB-H2 and ZB-V delay
     # two, and wait for nothing where F + R + B = 2 W.
     return lambda p, v, t: (p - 1) * max(0.0, t.F + t.R + t.B - delayed * t.W) / v
-
-
-def _idle_dualpipe(p: int, v: int, t: StageTimes) -> float:
-    return (p / 2 - 1) * max(0.0, t.all + t.B - 2 * t.W - t.overlap) / v
 
 
 INTERLEAVED = "interleaved"
@@ -214,7 +205,7 @@ SCHEDULES: dict[str, Schedule] = {
         placement="v",
         least_repeats=2,
         most_repeats=2,
-        idle=_idle_dualpipe,
+        idle=lambda p, v, t: (p / 2 - 1) * max(0.0, t.all + t.B - 2 * t.W - t.overlap) / v,
         residuals=lambda p, v, m: 2 * p + 1,
         stashes=lambda p: p,
         shared_cells=lambda p, v, m: max(0, 2 * m - 3 * p + 1),
@@ -224,7 +215,8 @@ SCHEDULES: dict[str, Schedule] = {
 _IN_PAIRS = dataclasses.replace(
     SCHEDULES[INTERLEAVED],
     order=in_pairs,
-    idle=_idle_in_pairs,
+    # an R does not wait for the gradient that its B waits for
+    idle=lambda p, v, t: (p - 1) * max(0.0, t.F + t.B - 2 * t.overlap / v) / v,
     residuals=lambda p, v, m: min(v * m, warm_up(p, v, m, 0) + 1),
     gradients=lambda p, m: 2,
     shared_cells=lambda p, v, m: v * m - warm_up(p, v, m, 0),
