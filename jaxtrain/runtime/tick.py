@@ -177,7 +177,11 @@ class Tick:
 
     def __call__(self, state: TickState, columns: TickColumns) -> TickState:
         if self._updates:
-            columns = _unless_rejected(columns, state)
+            # No op and no permute runs after a step that was not accepted: nothing would use their
+            # results.
+            goes_on = 1 - state.checks.rejected.astype(jnp.int32)
+            runs = {op: column * goes_on for op, column in columns.runs.items()}
+            columns = dataclasses.replace(columns, runs=runs, busy=columns.busy * goes_on)
         state = self._run(self.order.takes, state, columns)
         if self.order.always_early:
             return self._around_permute(state, columns)
@@ -282,14 +286,6 @@ class Tick:
             return merged(state, send(state))
         arrived = only(state, TickState(buffers={ARRIVED[way]: True for way in ways}))
         return merged(state, lax.fori_loop(0, columns.runs[name], body, arrived))
-
-
-def _unless_rejected(columns: TickColumns, state: TickState) -> TickColumns:
-    """The columns of a tick without ops and permutes if a step was not accepted: nothing would use
-    their results."""
-    goes_on = 1 - state.checks.rejected.astype(jnp.int32)
-    runs = {op: column * goes_on for op, column in columns.runs.items()}
-    return dataclasses.replace(columns, runs=runs, busy=columns.busy * goes_on)
 
 
 def _copied(messages: TickState) -> TickState:
