@@ -9,7 +9,7 @@ was kept until then.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,13 +25,10 @@ from jaxtrain.training.one_step import OneStep, StepMetrics, step_metrics
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.update.optimizer import parts_of, updates_made
 
-# (state, a batch for each step, steps to run one at a time or 0) → (state, metrics [steps])
-Train = Callable[[TrainState, Sequence[dict], jax.Array], tuple[TrainState, StepMetrics]]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepsTogether:
-    """The table of several steps, with what it needs of a run.
+    """The table of several steps, with what it needs of a run. Begin with `train`.
 
     one:     the same step alone
     runtime: with the table of several steps
@@ -39,6 +36,50 @@ class StepsTogether:
 
     one: OneStep
     runtime: Runtime
+
+    def train(
+        self, state: TrainState, batches: Sequence[dict], alone: jax.Array
+    ) -> tuple[TrainState, StepMetrics]:
+        """The program of several steps, for jit. Returns (the state, the metrics [steps]).
+
+        Args:
+          batches: one for each step of the table.
+          alone: int32, the number of steps to run one at a time; 0: all of them together. From the
+            first one on that is to be clipped or skipped they run one at a time. Metrics of steps
+            that did not run are 0.
+        """
+        steps = len(batches)
+        # The table reads all microbatches of all steps in one array, a step alone those of its
+        # batch.
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), *batches)
+        joined = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
+        # Loops carry metrics of fixed shapes, from before the first trip on.
+        shapes = jax.eval_shape(self.run, state, joined)[1]
+        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+        # The table, as a loop of one trip or none. A conditional would copy the state, and two
+        # programs would need memory for two.
+        def speculate(_, carry):
+            before, *_ = carry
+            return self.run(before, joined)
+
+        begin = state, nothing, jnp.int32(0)
+        tries = (alone == 0).astype(jnp.int32)
+        after, metrics, accepted_steps = lax.fori_loop(0, tries, speculate, begin)
+
+        # The ordinary step, from the state after the last accepted step on. When all were accepted,
+        # which is the rule, this loop has no trip.
+        def step_alone(i, carry):
+            before, metrics = carry
+            batch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
+            after, of_step = self.one.train(before, batch)
+            return after, {
+                name: lax.dynamic_update_index_in_dim(metrics[name], value, i, 0)
+                for name, value in of_step.items()
+            }
+
+        end = jnp.where(alone == 0, steps, alone)
+        return lax.fori_loop(accepted_steps, end, step_alone, (after, metrics))
 
     def run(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics, jax.Array]:
         """The state after the steps before the first one that should be clipped or skipped, the
@@ -140,54 +181,6 @@ class StepsTogether:
     @staticmethod
     def _tree(specs: dict) -> Any:
         return jax.tree.structure(specs, is_leaf=is_spec)
-
-
-def train_several(together: StepsTogether) -> Train:
-    """The function of a program of several steps, for jit.
-
-    Its arguments are the state, as many batches as the table has steps, and the number of steps to
-    run one at a time, int32, 0 for all of them together. From the first one on that is to be
-    clipped or skipped they run one at a time. Metrics are [steps], those of steps that did not run
-    0.
-    """
-
-    def train(
-        state: TrainState, batches: Sequence[dict], alone: jax.Array
-    ) -> tuple[TrainState, StepMetrics]:
-        steps = len(batches)
-        # The table reads all microbatches of all steps in one array, a step alone those of its
-        # batch.
-        stacked = jax.tree.map(lambda *a: jnp.stack(a), *batches)
-        joined = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
-        # Loops carry metrics of fixed shapes, from before the first trip on.
-        shapes = jax.eval_shape(together.run, state, joined)[1]
-        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-
-        # The table, as a loop of one trip or none. A conditional would copy the state, and two
-        # programs would need memory for two.
-        def speculate(_, carry):
-            before, *_ = carry
-            return together.run(before, joined)
-
-        begin = state, nothing, jnp.int32(0)
-        tries = (alone == 0).astype(jnp.int32)
-        after, metrics, accepted_steps = lax.fori_loop(0, tries, speculate, begin)
-
-        # The ordinary step, from the state after the last accepted step on. When all were accepted,
-        # which is the rule, this loop has no trip.
-        def step_alone(i, carry):
-            before, metrics = carry
-            batch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
-            after, of_step = together.one.train(before, batch)
-            return after, {
-                name: lax.dynamic_update_index_in_dim(metrics[name], value, i, 0)
-                for name, value in of_step.items()
-            }
-
-        end = jnp.where(alone == 0, steps, alone)
-        return lax.fori_loop(accepted_steps, end, step_alone, (after, metrics))
-
-    return train
 
 
 @dataclasses.dataclass(frozen=True)
