@@ -141,8 +141,7 @@ class TickOrder:
 def tick_order(ticks: TickTable, tpu: bool) -> TickOrder:
     """The order of a table's ops in a tick. tpu: the program is for TPUs"""
     runs, copies, table = ticks.columns.runs, ticks.copies, ticks.slotted.table
-    units = range(table.units_per_stage)
-    cells = [cell_op(kind, unit) for unit in units for kind in CELL_OPS]
+    cells = [cell_op(kind, unit) for unit in range(table.units_per_stage) for kind in CELL_OPS]
     own = [*cells, *ticks.overlapped, *(copy.op for copy in (*copies.sends, *copies.stays))]
     before_units = [EMBED]
     after_units = [HEAD, EMBED_GRADIENT, UPDATE_LAYERS, UPDATE_ENDS, CHECK_STEP]

@@ -182,8 +182,7 @@ def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments):
         dq, by_keys = sums
         return jax.tree.map(jnp.add, (dq, _next(by_keys)), gradients(_sight(i, n), keys))
 
-    own = functools.partial(gradients, OWN)
-    dq, by_keys = _around(_Keys(k, v, segments), own, add)
+    dq, by_keys = _around(_Keys(k, v, segments), functools.partial(gradients, OWN), add)
     if manual_size(STAGE) > 1:
         # Complete sums need no more bits than the gradients that are returned, and take half of
         # the message's bytes.

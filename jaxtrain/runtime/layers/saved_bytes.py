@@ -224,7 +224,6 @@ def saved_bytes(
     # The caller may be inside a mesh or a trace, which would refuse another mesh. A thread of its
     # own is in none.
     with ThreadPoolExecutor(1) as alone:
-        trace = alone.submit(in_manual_region, make, mesh, layer.beside_products, device)
-        traced = trace.result()
+        traced = alone.submit(in_manual_region, make, mesh, layer.beside_products, device).result()
     everything, saved = (bytes_of(split, mesh.shape[MODEL]) for split in traced)
     return everything, saved
