@@ -19,7 +19,7 @@ from jax import lax
 from jax.stages import Compiled
 
 from jaxtrain.models.spec import is_spec
-from jaxtrain.runtime.runtime import Runtime, StepsResults
+from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.runtime.updates import UpdateRule, UpdateRules, ValuesAndOptimizer
 from jaxtrain.training.one_step import OneStep, StepMetrics, step_metrics
 from jaxtrain.training.state import TrainState
@@ -83,8 +83,8 @@ class StepsTogether:
 
     def run(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics, jax.Array]:
         """The state after the steps before the first one that should be clipped or skipped, the
-        metrics [steps], those from that step on wrong, and the number of these steps. batch: of all
-        steps, [steps · microbatches, sequences, T]"""
+        metrics [steps], which are those of the accepted steps alone, and the number of accepted
+        steps. batch: of all steps, [steps · microbatches, sequences, T]"""
         layout = self.one.layout
         # The table updates each data shard's part of the parameters, as the update of one step does
         # it; ops read the gathered ones.
@@ -101,7 +101,24 @@ class StepsTogether:
             optimizer=self._joined(results.updated),
             step=state.step + results.accepted_steps,
         )
-        return after, self._metrics(state, results), results.accepted_steps
+        # The metrics of `OneStep.train` for each step, where none was clipped or skipped.
+        steps = results.gradient_norms.shape[0]
+        updates = updates_made(state.optimizer)
+        losses, rate, count, skipped = results.losses, self.one.optimizer.rate, state.step, None
+        if self.one.skips:
+            # no step of this program was skipped: the number is that of the program's first state
+            count = updates
+            skipped = jnp.broadcast_to((state.step - updates).astype(jnp.float32), steps)
+        metrics = step_metrics(
+            loss=losses.loss,
+            grad_norm=results.gradient_norms,
+            learning_rate=jnp.stack([rate(count + i) for i in range(steps)]),
+            weighted_tokens=losses.tokens,
+            param_norm=results.norms,
+            mtp_loss=losses.mtp_loss,
+            skipped=skipped,
+        )
+        return after, metrics, results.accepted_steps
 
     def _accepts(self, loss: jax.Array, norm: jax.Array) -> jax.Array:
         """True for a step that is neither to be clipped nor to be skipped."""
@@ -111,26 +128,6 @@ class StepsTogether:
         if self.one.skips:
             accepted &= jnp.isfinite(loss) & jnp.isfinite(norm)
         return accepted
-
-    def _metrics(self, before: TrainState, results: StepsResults) -> StepMetrics:
-        """The metrics of `OneStep.train` for each step, where none was clipped or skipped."""
-        steps = results.gradient_norms.shape[0]
-        losses, rate = results.losses, self.one.optimizer.rate
-        updates = updates_made(before.optimizer)
-        count, skipped = before.step, None
-        if self.one.skips:
-            # no step of this program was skipped: the number is that of the program's first state
-            count = updates
-            skipped = jnp.broadcast_to((before.step - updates).astype(jnp.float32), steps)
-        return step_metrics(
-            loss=losses.loss,
-            grad_norm=results.gradient_norms,
-            learning_rate=jnp.stack([rate(count + i) for i in range(steps)]),
-            weighted_tokens=losses.tokens,
-            param_norm=results.norms,
-            mtp_loss=losses.mtp_loss,
-            skipped=skipped,
-        )
 
     # --- the optimizer's state by part ------------------------------------------------------------
 
