@@ -178,7 +178,7 @@ def run(folder: pathlib.Path) -> dict:
         "norms": [float(r["grad_norm"]) for r in results],
         "memory": memory,
         "allocator_peak": allocator.get("peak_bytes_in_use"),
-        "parameters": step.parts.parameter_count,
+        "parameters": step.layout.parts.parameter_count,
         "flops_per_token": model.training_flops_per_token(),
         "kernels": list(describe(config.model, case_of_step)),
         "versions": versions(),

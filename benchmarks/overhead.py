@@ -109,7 +109,7 @@ def main() -> None:
         batch = jax.device_put(batch, step.batch_sharding)
         table = step.train.lower(step.abstract_state(), batch).compile()
         state = initial_state(step.layout, step.optimizer, 0)
-        plain = plain_step(config, step.parts, step.optimizer)
+        plain = plain_step(config, step.layout.parts, step.optimizer)
         unstack = lambda p: {**p, "layers": jax.tree.map(lambda a: a[0].copy(), p["layers"])}
         params = jax.tree.map(lambda a: a.copy(), unstack(state.params))
         moments = step.optimizer.init(params)

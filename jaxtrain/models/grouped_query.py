@@ -73,8 +73,7 @@ class Attention(nnx.Module):
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
         token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
-        y = attend_causal(q, k, v, segments_BT, self.settings)
-        y = named(ATTENTION, y)
+        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.settings))
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod

@@ -92,8 +92,7 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(key_BTR[:, :, None], (*k.shape[:3], self.rope_dim))
         k = constrain(jnp.concatenate([k, shared], -1), HEADS)
         q, k, v = map(row_major, (q, k, v))
-        y = attend_causal(q, k, v, segments_BT, self.settings)
-        y = named(ATTENTION, y)
+        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.settings))
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod

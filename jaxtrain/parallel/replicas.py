@@ -170,7 +170,7 @@ def _in_int8(move: Callable, parts: list[jax.Array]) -> list[jax.Array]:
         arrived.append(
             [piece.reshape(-1, *a.shape[1:]) for piece, a in zip(pieces, arrays, strict=True)]
         )
-    return [dequantise(*pair) for pair in zip(*arrived, strict=True)]
+    return [x * scale for x, scale in zip(*arrived, strict=True)]
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -179,7 +179,3 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     # A block of zeros has the scale 0, and is divided by 1.
     scale = jnp.abs(x).max(-1, keepdims=True) / 127
     return jnp.round(x / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale
-
-
-def dequantise(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * scale

@@ -340,16 +340,16 @@ def gather_sequences(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.all_gather(x, axes, axis=0, tiled=True)
 
 
-def _activation(x: jax.Array) -> PartitionSpec:
+def _activation_split() -> PartitionSpec:
     return PartitionSpec(None, MODEL if is_split("sequence") else None)
 
 
 def columns_to_sequences(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """This device's columns of all sequences → all columns of this device's sequences: [shards ·
     batch, T, D/shards] → [batch, T, D]."""
-    return _on_parts(lambda a: lax.all_to_all(a, axes, 0, 2, tiled=True), _activation(x), x)
+    return _on_parts(lambda a: lax.all_to_all(a, axes, 0, 2, tiled=True), _activation_split(), x)
 
 
 def sequences_to_columns(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The inverse of `columns_to_sequences`: [batch, T, D] → [shards · batch, T, D/shards]."""
-    return _on_parts(lambda a: lax.all_to_all(a, axes, 2, 0, tiled=True), _activation(x), x)
+    return _on_parts(lambda a: lax.all_to_all(a, axes, 2, 0, tiled=True), _activation_split(), x)

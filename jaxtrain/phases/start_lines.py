@@ -29,9 +29,10 @@ def mebibytes(n: float) -> str:
 def introduction(config: ResolvedConfig, step: Step) -> list[str]:
     """Lines about a step, compiled or not: mesh, model, table, slots, the planned step."""
     d, m, device = config.data, config.model, step.mesh.devices.flat[0]
+    parameters, placement = step.layout.parts.parameter_count, step.layout.placement
     lines = [
         *meshes.describe(step.mesh),
-        f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}",
+        f"model: {parameters:,} parameters; {placement.describe()}",
         f"step: {d.batch_size * d.sequence_length:,} tokens in {config.pipeline.microbatches} "
         f"microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}",
     ]

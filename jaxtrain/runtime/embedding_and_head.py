@@ -311,9 +311,22 @@ class EmbeddingAndHead:
         tokens = take(constants.batch["tokens"], microbatch)
         positions = _positions(constants.batch, microbatch)
         dense, embed = sums.first, dict(sums.embed)
-        # the reverse of `embed`: first the dense layers, then the lookup
+        # The reverse of `embed`: first the dense layers, then the lookup. The op has no slots for
+        # residuals, so the layers' forward runs again from the tokens.
         if dense:
-            dense, g = self._add_dense(dense, constants, microbatch, g)
+            backward, x = [], self._embedded(constants, microbatch)
+            extra = positions_and_segments(constants.batch, microbatch)
+            for i in self._dense_layers:
+                layer = functools.partial(self._dense_layer, i, extra)
+                x, vjp = fp8.vjp(layer, self._dense_params(constants, i), x)
+                backward.append((i, vjp))
+            dense, previous = dict(dense), ""
+            for i, vjp in reversed(backward):
+                added, g = vjp(g)
+                if previous:
+                    dense[previous], added = _in_turn(self.zero, dense[previous], added)
+                dense[i] = _added(self.zero, dense[i], added, self.reductions.first[i])
+                previous = i
         lookup = _Lookup(tokens, self._broadcast(g, self.first_stage))
         embed["table"] = self._add_lookup(embed["table"], lookup)
         if "positions" in embed:
@@ -330,25 +343,6 @@ class EmbeddingAndHead:
             added = add_position_gradient(opened, positions, self._on_stage(g, self.first_stage))
             embed["positions"] = _closed(self.zero, before, added, reduction)
         return ModelTree(embed=embed, first=dense)
-
-    def _add_dense(self, sums: Tree, constants: Constants, microbatch, g) -> tuple[Tree, jax.Array]:
-        """Returns (the sums with the gradients of the dense layers, which are recomputed; the
-        gradient of the first one's input)."""
-        # The embedding's op has no slots for residuals, so the layers' forward runs again from the
-        # tokens.
-        backward, x = [], self._embedded(constants, microbatch)
-        extra = positions_and_segments(constants.batch, microbatch)
-        for i in self._dense_layers:
-            layer = functools.partial(self._dense_layer, i, extra)
-            x, vjp = fp8.vjp(layer, self._dense_params(constants, i), x)
-            backward.append((i, vjp))
-        sums, previous = dict(sums), ""
-        for i, vjp in reversed(backward):
-            gradients, g = vjp(g)
-            if previous:
-                sums[previous], gradients = _in_turn(self.zero, sums[previous], gradients)
-            sums[i], previous = _added(self.zero, sums[i], gradients, self.reductions.first[i]), i
-        return sums, g
 
     # ------------------------------------------------------------------ the head
 

@@ -336,11 +336,24 @@ class Runtime:
         return psum(loss, (*replicas.sum_axes(self.independent_replicas), STAGE))
 
     def _constants(self, params: dict, batch: dict) -> tuple[Constants, jax.Array]:
-        """Returns (the parameters in the compute type with the batch, whose weights are divided by
-        their global sum; this sum)."""
+        """Returns (the parameters in the compute type with the batch; the number of weighted
+        tokens, a scalar, or [steps] for a table of several).
+
+        The batch's weights sum to 1 in each step, those of the modules of multi-token prediction
+        together to `mtp_weight`.
+        """
+        # Tokens are counted before the first tick: the first microbatch's backward runs before the
+        # last one's forward, and divides by them.
         axes = replicas.sum_axes(self.independent_replicas)
         steps = self.slotted.table.steps if self.slotted else 1
-        batch, tokens = _weights_normalized(batch, self.parts.cfg, steps, axes)
+        weights, tokens = _scaled_to(1.0, batch["weights"], steps, axes)
+        batch = {**batch, "weights": weights}
+        if "mtp" in batch:
+            share = self.parts.cfg.mtp_weight / self.parts.cfg.mtp_depth
+            batch["mtp"] = {
+                d: {**module, "weights": _scaled_to(share, module["weights"], steps, axes)[0]}
+                for d, module in batch["mtp"].items()
+            }
         return Constants(self._parameters.constants(params), batch), tokens
 
     def _scan(
@@ -416,32 +429,11 @@ def _extra_of_layer(cfg: ResolvedModel, extra, layer):
     return layer_positions(cfg, cfg.dense_layers + layer, positions), segments
 
 
-def _weights_normalized(
-    batch: dict, cfg: ResolvedModel, steps: int, axes: tuple[str, ...]
-) -> tuple[dict, jax.Array]:
-    """Returns (the batch of a table of `steps` steps, whose weights sum to 1 in each, those of the
-    modules of multi-token prediction together to `mtp_weight`; the number of weighted tokens: a
-    scalar, or [steps] if there are several).
-
-    axes: of the mesh, over which the batch is split. Tokens are counted here, before the first
-    tick: the first microbatch's backward runs before the last one's forward, and divides by them.
-    """
-    weights, tokens = _scaled_to(1.0, batch["weights"], steps, axes)
-    batch = {**batch, "weights": weights}
-    if "mtp" in batch:
-        share = cfg.mtp_weight / cfg.mtp_depth
-        batch["mtp"] = {
-            d: {**module, "weights": _scaled_to(share, module["weights"], steps, axes)[0]}
-            for d, module in batch["mtp"].items()
-        }
-    return batch, tokens
-
-
 def _scaled_to(
     target: float, weights: jax.Array, steps: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (the weights scaled to a sum of `target` over the global batch of each step, their
-    sum before)."""
+    sum before). axes: of the mesh, over which the batch is split"""
     # A batch without weighted tokens has a loss of 0, and no division by 0.
     if steps == 1:
         total = psum(weights.astype(jnp.float32).sum(), axes)

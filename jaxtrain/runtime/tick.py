@@ -141,8 +141,7 @@ class TickOrder:
 def tick_order(ticks: TickTable, tpu: bool) -> TickOrder:
     """The order of a table's ops in a tick. tpu: the program is for TPUs"""
     runs, copies, table = ticks.columns.runs, ticks.copies, ticks.slotted.table
-    units = range(table.units_per_stage)
-    cells = [cell_op(kind, unit) for unit in units for kind in CELL_OPS]
+    cells = [cell_op(kind, unit) for unit in range(table.units_per_stage) for kind in CELL_OPS]
     own = [*cells, *ticks.overlapped, *(copy.op for copy in (*copies.sends, *copies.stays))]
     before_units = [EMBED]
     after_units = [HEAD, EMBED_GRADIENT, UPDATE_LAYERS, UPDATE_ENDS, CHECK_STEP]
@@ -177,7 +176,11 @@ class Tick:
 
     def __call__(self, state: TickState, columns: TickColumns) -> TickState:
         if self._updates:
-            columns = _unless_rejected(columns, state)
+            # No op and no permute runs after a step that was not accepted: nothing would use their
+            # results.
+            goes_on = 1 - state.checks.rejected.astype(jnp.int32)
+            runs = {op: column * goes_on for op, column in columns.runs.items()}
+            columns = dataclasses.replace(columns, runs=runs, busy=columns.busy * goes_on)
         state = self._run(self.order.takes, state, columns)
         if self.order.always_early:
             return self._around_permute(state, columns)
@@ -282,14 +285,6 @@ class Tick:
             return merged(state, send(state))
         arrived = only(state, TickState(buffers={ARRIVED[way]: True for way in ways}))
         return merged(state, lax.fori_loop(0, columns.runs[name], body, arrived))
-
-
-def _unless_rejected(columns: TickColumns, state: TickState) -> TickColumns:
-    """The columns of a tick without ops and permutes if a step was not accepted: nothing would use
-    their results."""
-    goes_on = 1 - state.checks.rejected.astype(jnp.int32)
-    runs = {op: column * goes_on for op, column in columns.runs.items()}
-    return dataclasses.replace(columns, runs=runs, busy=columns.busy * goes_on)
 
 
 def _copied(messages: TickState) -> TickState:

@@ -403,32 +403,18 @@ class EndOps:
         unit's output in its slot."""
         slot, pools = columns.slots.head_gradient, state.pools
         y = read_at(pools.activation, columns.slots.head_activation)
-        # A table of several steps has the losses of each: [steps]. A microbatch adds to its step's.
-        of_all, microbatch = state, columns.head_microbatch
+        of_all, microbatch = (state.loss, state.mtp_loss), columns.head_microbatch
         if self.table.steps > 1:
+            # The table has the losses of each step: [steps]. A microbatch adds to its step's.
             step = microbatch // self.table.microbatches_per_step
-            state = _losses_of_step(of_all, step)
+            of_step = lambda a: lax.dynamic_index_in_dim(a, step, keepdims=False)
+            loss, mtp_loss = jax.tree.map(of_step, of_all)
+            state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
         state, g = self.ends.loss_and_gradients(state, constants, microbatch, y)
         if self.table.steps > 1:
-            state = _with_losses(of_all, state, step)
+            put_back = lambda a, new: lax.dynamic_update_index_in_dim(a, new, step, 0)
+            loss, mtp_loss = jax.tree.map(put_back, of_all, (state.loss, state.mtp_loss))
+            state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
         g = self._on_stage(g, read_at(pools.gradient, slot), self.ends.last_stage)
         pools = dataclasses.replace(pools, gradient=write_at(pools.gradient, g, slot))
         return dataclasses.replace(state, pools=pools)
-
-
-def _losses_of_step(state: TickState, step: jax.Array) -> TickState:
-    """The state with the losses of one step in place of those of all steps."""
-    loss, mtp_loss = jax.tree.map(
-        lambda a: lax.dynamic_index_in_dim(a, step, keepdims=False), (state.loss, state.mtp_loss)
-    )
-    return dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
-
-
-def _with_losses(of_all: TickState, of_step: TickState, step: jax.Array) -> TickState:
-    """`of_step` with the losses of all steps, of which those of one step are its own."""
-    loss, mtp_loss = jax.tree.map(
-        lambda all_steps, a: lax.dynamic_update_index_in_dim(all_steps, a, step, 0),
-        (of_all.loss, of_all.mtp_loss),
-        (of_step.loss, of_step.mtp_loss),
-    )
-    return dataclasses.replace(of_step, loss=loss, mtp_loss=mtp_loss)

@@ -131,13 +131,14 @@ class GroupUpdate:
         gradients = jax.tree.map(lambda r, g: reduce(g, r, dtype), reductions, stage_added(sums))
         # No norm of all gradients is known yet, and the rule neither clips nor skips.
         values, optimizer = self.rule(gradients, group.optimizer, group.values)
-        squares = jax.tree.map(
-            lambda r, before, *arrays: _with_squares(before, r, arrays, step),
-            reductions,
-            group.squares,
-            gradients,
-            values,
-        )
+
+        # The sums of all steps, with this one's. There is one number for each device of `model`;
+        # the sum over devices is in `check`, one collective for all parameters of both groups.
+        def with_squares(reduction: Reduction, before: jax.Array, *arrays: jax.Array) -> jax.Array:
+            new = jnp.stack([stored_squares(a, reduction) for a in arrays])[:, None]
+            return lax.dynamic_update_slice_in_dim(before, new, step, 1)
+
+        squares = jax.tree.map(with_squares, reductions, group.squares, gradients, values)
         params = jax.tree.map(self._gathered, specs, reductions, values, is_leaf=is_spec)
         # `before` keeps the values of one step only: the check of this step comes before the next
         # update of any group.
@@ -155,14 +156,6 @@ class GroupUpdate:
         collective has the bytes of the compute type."""
         used: Any = self.parameters.as_used(self.parameters.zero, spec, reduction, values)
         return gather_stored(used, reduction)
-
-
-def _with_squares(squares: jax.Array, reduction: Reduction, arrays, step: jax.Array) -> jax.Array:
-    """The sums of squares of all steps, with those of one step's gradient and updated value."""
-    # One number for each device of `model`; the sum over devices is in `check`, one collective for
-    # all parameters of both groups.
-    new = jnp.stack([stored_squares(a, reduction) for a in arrays])[:, None]
-    return lax.dynamic_update_slice_in_dim(squares, new, step, 1)
 
 
 class Updates:

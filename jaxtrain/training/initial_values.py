@@ -25,8 +25,11 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
 
     # On the host: as a part of the program of the values they would take as long to compile as it.
     def keys_of(path: tuple) -> np.ndarray:
-        # crc32, as Python's own hash of a text differs between processes
-        name, layers = zlib.crc32(_name(path).encode()), _layers(layout, path)
+        layers, in_unit = _layers(layout, path), path[0].key == "layers"
+        # Without the unit's number: the name is the same for all local units. crc32, as Python's
+        # own hash of a text differs between processes.
+        text = jax.tree_util.keystr((path[0], *path[2:]) if in_unit else path)
+        name = zlib.crc32(text.encode())
         keys = [
             np.random.SeedSequence([seed, name, int(layer), *use]).generate_state(2)
             for layer in np.maximum(layers, 0).flat  # unused places need a key, too, of any value
@@ -83,8 +86,3 @@ def _in_used_places(layout: ParameterLayout, path: tuple, s: Spec, value: jax.Ar
     zero, or it would count in norms."""
     used = _layers(layout, path) >= 0
     return jnp.where(used.reshape(*used.shape, *(1 for _ in s.padded)), value, 0)
-
-
-def _name(path: tuple) -> str:
-    """A parameter's name, the same for all local units."""
-    return jax.tree_util.keystr((path[0], *path[2:]) if path[0].key == "layers" else path)

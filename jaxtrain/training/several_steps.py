@@ -9,7 +9,7 @@ was kept until then.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,19 +19,16 @@ from jax import lax
 from jax.stages import Compiled
 
 from jaxtrain.models.spec import is_spec
-from jaxtrain.runtime.runtime import Runtime, StepsResults
+from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.runtime.updates import UpdateRule, UpdateRules, ValuesAndOptimizer
 from jaxtrain.training.one_step import OneStep, StepMetrics, step_metrics
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.update.optimizer import parts_of, updates_made
 
-# (state, a batch for each step, steps to run one at a time or 0) → (state, metrics [steps])
-Train = Callable[[TrainState, Sequence[dict], jax.Array], tuple[TrainState, StepMetrics]]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepsTogether:
-    """The table of several steps, with what it needs of a run.
+    """The table of several steps, with what it needs of a run. Begin with `train`.
 
     one:     the same step alone
     runtime: with the table of several steps
@@ -40,10 +37,54 @@ class StepsTogether:
     one: OneStep
     runtime: Runtime
 
+    def train(
+        self, state: TrainState, batches: Sequence[dict], alone: jax.Array
+    ) -> tuple[TrainState, StepMetrics]:
+        """The program of several steps, for jit. Returns (the state, the metrics [steps]).
+
+        Args:
+          batches: one for each step of the table.
+          alone: int32, the number of steps to run one at a time; 0: all of them together. From the
+            first one on that is to be clipped or skipped they run one at a time. Metrics of steps
+            that did not run are 0.
+        """
+        steps = len(batches)
+        # The table reads all microbatches of all steps in one array, a step alone those of its
+        # batch.
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), *batches)
+        joined = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
+        # Loops carry metrics of fixed shapes, from before the first trip on.
+        shapes = jax.eval_shape(self.run, state, joined)[1]
+        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+        # The table, as a loop of one trip or none. A conditional would copy the state, and two
+        # programs would need memory for two.
+        def speculate(_, carry):
+            before, *_ = carry
+            return self.run(before, joined)
+
+        begin = state, nothing, jnp.int32(0)
+        tries = (alone == 0).astype(jnp.int32)
+        after, metrics, accepted_steps = lax.fori_loop(0, tries, speculate, begin)
+
+        # The ordinary step, from the state after the last accepted step on. When all were accepted,
+        # which is the rule, this loop has no trip.
+        def step_alone(i, carry):
+            before, metrics = carry
+            batch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
+            after, of_step = self.one.train(before, batch)
+            return after, {
+                name: lax.dynamic_update_index_in_dim(metrics[name], value, i, 0)
+                for name, value in of_step.items()
+            }
+
+        end = jnp.where(alone == 0, steps, alone)
+        return lax.fori_loop(accepted_steps, end, step_alone, (after, metrics))
+
     def run(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics, jax.Array]:
         """The state after the steps before the first one that should be clipped or skipped, the
-        metrics [steps], those from that step on wrong, and the number of these steps. batch: of all
-        steps, [steps · microbatches, sequences, T]"""
+        metrics [steps], which are those of the accepted steps alone, and the number of accepted
+        steps. batch: of all steps, [steps · microbatches, sequences, T]"""
         layout = self.one.layout
         # The table updates each data shard's part of the parameters, as the update of one step does
         # it; ops read the gathered ones.
@@ -60,7 +101,24 @@ class StepsTogether:
             optimizer=self._joined(results.updated),
             step=state.step + results.accepted_steps,
         )
-        return after, self._metrics(state, results), results.accepted_steps
+        # The metrics of `OneStep.train` for each step, where none was clipped or skipped.
+        steps = results.gradient_norms.shape[0]
+        updates = updates_made(state.optimizer)
+        losses, rate, count, skipped = results.losses, self.one.optimizer.rate, state.step, None
+        if self.one.skips:
+            # no step of this program was skipped: the number is that of the program's first state
+            count = updates
+            skipped = jnp.broadcast_to((state.step - updates).astype(jnp.float32), steps)
+        metrics = step_metrics(
+            loss=losses.loss,
+            grad_norm=results.gradient_norms,
+            learning_rate=jnp.stack([rate(count + i) for i in range(steps)]),
+            weighted_tokens=losses.tokens,
+            param_norm=results.norms,
+            mtp_loss=losses.mtp_loss,
+            skipped=skipped,
+        )
+        return after, metrics, results.accepted_steps
 
     def _accepts(self, loss: jax.Array, norm: jax.Array) -> jax.Array:
         """True for a step that is neither to be clipped nor to be skipped."""
@@ -70,26 +128,6 @@ class StepsTogether:
         if self.one.skips:
             accepted &= jnp.isfinite(loss) & jnp.isfinite(norm)
         return accepted
-
-    def _metrics(self, before: TrainState, results: StepsResults) -> StepMetrics:
-        """The metrics of `OneStep.train` for each step, where none was clipped or skipped."""
-        steps = results.gradient_norms.shape[0]
-        losses, rate = results.losses, self.one.optimizer.rate
-        updates = updates_made(before.optimizer)
-        count, skipped = before.step, None
-        if self.one.skips:
-            # no step of this program was skipped: the number is that of the program's first state
-            count = updates
-            skipped = jnp.broadcast_to((before.step - updates).astype(jnp.float32), steps)
-        return step_metrics(
-            loss=losses.loss,
-            grad_norm=results.gradient_norms,
-            learning_rate=jnp.stack([rate(count + i) for i in range(steps)]),
-            weighted_tokens=losses.tokens,
-            param_norm=results.norms,
-            mtp_loss=losses.mtp_loss,
-            skipped=skipped,
-        )
 
     # --- the optimizer's state by part ------------------------------------------------------------
 
@@ -140,54 +178,6 @@ class StepsTogether:
     @staticmethod
     def _tree(specs: dict) -> Any:
         return jax.tree.structure(specs, is_leaf=is_spec)
-
-
-def train_several(together: StepsTogether) -> Train:
-    """The function of a program of several steps, for jit.
-
-    Its arguments are the state, as many batches as the table has steps, and the number of steps to
-    run one at a time, int32, 0 for all of them together. From the first one on that is to be
-    clipped or skipped they run one at a time. Metrics are [steps], those of steps that did not run
-    0.
-    """
-
-    def train(
-        state: TrainState, batches: Sequence[dict], alone: jax.Array
-    ) -> tuple[TrainState, StepMetrics]:
-        steps = len(batches)
-        # The table reads all microbatches of all steps in one array, a step alone those of its
-        # batch.
-        stacked = jax.tree.map(lambda *a: jnp.stack(a), *batches)
-        joined = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
-        # Loops carry metrics of fixed shapes, from before the first trip on.
-        shapes = jax.eval_shape(together.run, state, joined)[1]
-        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-
-        # The table, as a loop of one trip or none. A conditional would copy the state, and two
-        # programs would need memory for two.
-        def speculate(_, carry):
-            before, *_ = carry
-            return together.run(before, joined)
-
-        begin = state, nothing, jnp.int32(0)
-        tries = (alone == 0).astype(jnp.int32)
-        after, metrics, accepted_steps = lax.fori_loop(0, tries, speculate, begin)
-
-        # The ordinary step, from the state after the last accepted step on. When all were accepted,
-        # which is the rule, this loop has no trip.
-        def step_alone(i, carry):
-            before, metrics = carry
-            batch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
-            after, of_step = together.one.train(before, batch)
-            return after, {
-                name: lax.dynamic_update_index_in_dim(metrics[name], value, i, 0)
-                for name, value in of_step.items()
-            }
-
-        end = jnp.where(alone == 0, steps, alone)
-        return lax.fori_loop(accepted_steps, end, step_alone, (after, metrics))
-
-    return train
 
 
 @dataclasses.dataclass(frozen=True)

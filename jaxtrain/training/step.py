@@ -5,7 +5,7 @@ optimizer (training/update/optimizer.py) and the runtime (runtime/runtime.py), a
 one of three kinds:
 
     _one_step            a step is one program (training/one_step.py)
-    _several_steps       a program of several steps besides it (training/several_steps.py)
+    StepsTogether        a program of several steps besides it (training/several_steps.py)
     streamed_step        the optimizer's state is on disk: the gradients are a program, and the
                          updates a loop of the host (training/update/streamed_update.py)
 
@@ -38,7 +38,7 @@ from jaxtrain.devices.compiler_options import (
 from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC, mesh_axes
 from jaxtrain.devices.state_file import StateFile
-from jaxtrain.models.transformer import ModelParts, build
+from jaxtrain.models.transformer import build
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.fp8 import fp8_of
 from jaxtrain.parallel.zero import Zero
@@ -48,7 +48,7 @@ from jaxtrain.runtime.state_plan import SlotBytes
 from jaxtrain.training.initial_values import random_keys
 from jaxtrain.training.one_step import OneStep, combine_replicas
 from jaxtrain.training.parameter_layout import ParameterLayout
-from jaxtrain.training.several_steps import StepsTogether, train_several
+from jaxtrain.training.several_steps import StepsTogether
 from jaxtrain.training.state import (
     TrainState,
     abstract_state,
@@ -84,7 +84,6 @@ class Step:
                   (Runtime.slot_bytes); traces a layer
     """
 
-    parts: ModelParts
     layout: ParameterLayout
     setup: Setup
     optimizer: Optimizer
@@ -279,11 +278,15 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
         train = _one_step(one, shardings, jit)
     if setup.train_several and not layout.disk:
         tables = dataclasses.replace(runtime, slotted=setup.train_several)
-        several = _several_steps(StepsTogether(one, tables), shardings, jit)
+        # Rules allow no independent replicas here: the metrics are those of all devices.
+        several = jit(
+            StepsTogether(one, tables).train,
+            donate_argnums=0,
+            out_shardings=(shardings, layout.everywhere),
+        )
     if layout.independent_replicas:
         exchange, combine_metrics = _exchange(layout, shardings, precision.outer, jit)
     return Step(
-        layout.parts,
         layout,
         setup,
         optimizer,
@@ -334,18 +337,6 @@ def _one_step(one: OneStep, shardings: TrainState, jit: Callable[..., Wrapped]) 
         # fit the compiled program. Each replica's metrics stay on its own devices, so that replicas
         # do not wait for each other.
         out_shardings=(shardings, of_replicas if one.layout.independent_replicas else None),
-    )
-
-
-def _several_steps(
-    together: StepsTogether, shardings: TrainState, jit: Callable[..., Wrapped]
-) -> Wrapped:
-    """`Step.several`; arguments as of `_one_step`."""
-    # Rules allow no independent replicas here: the metrics are those of all devices.
-    return jit(
-        train_several(together),
-        donate_argnums=0,
-        out_shardings=(shardings, together.one.layout.everywhere),
     )
 
 

@@ -245,7 +245,7 @@ def test_what_crosses_the_context():
     assert found["all-gather"] == m * layers * 2 * keys + m * 64  # the weights of the loss
     assert found["reduce-scatter"] == m * layers * keys // 4
     # gradients, the loss, the number of tokens
-    assert found["all-reduce"] == step.parts.parameter_count + 2
+    assert found["all-reduce"] == step.layout.parts.parameter_count + 2
 
 
 def test_what_goes_round():

@@ -14,7 +14,7 @@ from jaxtrain.devices.mesh import BATCH_AXES, MANUAL_AXES, STAGE, make_mesh
 from jaxtrain.models import grouped_query as models_attention
 from jaxtrain.models import rotary
 from jaxtrain.parallel.attention import causal
-from jaxtrain.parallel.attention.heads import heads_first, over_heads
+from jaxtrain.parallel.attention.heads import by_heads, heads_first
 
 HEADS, KV_HEADS, LENGTH = 8, 4, 6
 
@@ -42,7 +42,7 @@ def fresh():
 
 
 def loss(q, k, v, mask):
-    y = over_heads(kernel, q, k, v, mask)
+    y = by_heads(kernel, (q, k, v), (mask,))
     return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), y
 
 
@@ -121,7 +121,7 @@ def test_in_an_op_that_only_one_stage_runs(masked):
 
 def test_without_a_mesh():
     np.testing.assert_array_equal(
-        over_heads(kernel, *arrays(), None), causal.grouped_attention(*arrays())
+        by_heads(kernel, arrays(), (None,)), causal.grouped_attention(*arrays())
     )
 
 

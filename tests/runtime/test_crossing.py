@@ -82,6 +82,21 @@ def test_a_sum_of_saved_values_is_not_saved():
     assert "add" in names(layer, remade)
 
 
+def test_results_of_one_equation_cross_in_its_order():
+    """Attention's output and its log-sum-exp come from one equation. Ordered by equation alone they
+    would lie in a set's order, which differs between processes: devices would run two programs."""
+
+    def layer_of(params, x):
+        best, chosen = jax.lax.top_k(x @ params[0], 8)
+        return best * best + jnp.take(params[1], chosen)
+
+    layer = flat(layer_of, (8, 8), (8,))
+    (top_k,) = (e for e in layer.equations if e.primitive.name == "top_k")
+    assert layer.position(top_k.outvars[0]) + 1 == layer.position(top_k.outvars[1])
+    saved = plan_crossing(layer, keep_everything, CHEAP).saved
+    assert [a for a in saved if a in top_k.outvars] == top_k.outvars
+
+
 def test_what_depends_on_parameters_alone_never_crosses():
     def layer_of(params, x):
         return x * jnp.exp(params[0]) @ params[1]

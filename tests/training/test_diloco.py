@@ -302,7 +302,7 @@ def test_rounding_to_int8():
     numbers, scale = replicas.quantise(x)
     assert numbers.dtype == jnp.int8 and scale.shape == (3, 1)
     np.testing.assert_array_equal(numbers[:2], [[0, 0], [127, 0]])
-    back = replicas.dequantise(numbers, scale)
+    back = numbers * scale
     np.testing.assert_allclose(back[:2], [[0, 0], [1.27, 0]], rtol=1e-6)
     assert np.isnan(back[2]).all()  # a replica whose numbers are not finite is not hidden
 

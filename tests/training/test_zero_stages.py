@@ -143,11 +143,11 @@ def test_memory(zero):
     that the data shards share."""
     whole, shared = SHARES[zero]
     step, program, memory = compiled("train", parallel__zero=zero)
-    parameters, targets = step.parts.parameter_count, MICROBATCHES * ROWS * LENGTH
+    parameters, targets = step.layout.parts.parameter_count, MICROBATCHES * ROWS * LENGTH
     # The scan carries the parameters, the weights of the loss, and the sums; and factors of rotary
     # positions, which XLA moves out of the inner loops, layer by layer.
     scan = loop(program, MICROBATCHES)
-    rotary = (1, LENGTH, 1, step.parts.cfg.head_dim // 2)
+    rotary = (1, LENGTH, 1, step.layout.parts.cfg.head_dim // 2)
     arrays = zip(scan.types, scan.shapes, scan.sizes, strict=True)
     floats = sum(size for kind, shape, size in arrays if kind == "f32" and shape != rotary)
     sums = floats - targets - (parameters // DATA if zero == 3 else parameters)
@@ -170,9 +170,9 @@ def test_each_layer_is_gathered_for_its_op_and_reduced_after_it(remat):
     step, program, _ = compiled("gradients", parallel__zero=3, pipeline__remat=remat)
     size = lambda tree: sum(s.size for s in jax.tree.leaves(tree))
     layer, head, width = (
-        size(step.parts.specs["layer"]),
-        size(step.parts.specs["head"]),
-        step.parts.cfg.width,
+        size(step.layout.parts.specs["layer"]),
+        size(step.layout.parts.specs["head"]),
+        step.layout.parts.cfg.width,
     )
     tokens = ROWS * LENGTH
     found = elements(program)
@@ -189,8 +189,8 @@ def test_gathered_once_a_step():
     )
     found = elements(program)
     assert (
-        found["all-gather"] == step.parts.parameter_count
-        and found["reduce-scatter"] == step.parts.parameter_count // DATA
+        found["all-gather"] == step.layout.parts.parameter_count
+        and found["reduce-scatter"] == step.layout.parts.parameter_count // DATA
     )
     assert not found["all-to-all"]
 

@@ -27,7 +27,7 @@ from jaxtrain.config.kernels import (
 from jaxtrain.devices.sharding import constrain, shards
 from jaxtrain.parallel.attention import blockwise, context, cudnn, flash, kv_cache, ring, splash
 from jaxtrain.parallel.attention.flash import Kernel
-from jaxtrain.parallel.attention.heads import over_heads
+from jaxtrain.parallel.attention.heads import by_heads
 from jaxtrain.parallel.target_device import target_device
 
 HEADS = ("batch", "token", "heads", None)
@@ -66,7 +66,7 @@ def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
         )
         return result[..., :of_values]
 
-    return constrain(over_heads(kernel, q_BTNH, k_BSKH, v_BSKH, mask), HEADS)
+    return constrain(by_heads(kernel, (q_BTNH, k_BSKH, v_BSKH), (mask,)), HEADS)
 
 
 def causal_blocks(tokens: int) -> int:

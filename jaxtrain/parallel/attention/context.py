@@ -80,11 +80,11 @@ def positions(tokens: int) -> jax.Array:
     return (begins[:, None] + jnp.arange(chunk, dtype=jnp.int32)).reshape(1, -1)
 
 
-def in_text_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
-    """Unsplit sequences in the order of the devices → in the order of the text."""
+def in_text_order(x: jax.Array, parts: int) -> jax.Array:
+    """Unsplit sequences [B, T, …] in the order of the devices → in the order of the text."""
     # 0 7 1 6 2 5 3 4: the even ones in order, then the odd ones from the last on.
-    chunks = jnp.split(x, 2 * parts, dim)
-    return jnp.concatenate([*chunks[0::2], *reversed(chunks[1::2])], dim)
+    chunks = jnp.split(x, 2 * parts, 1)
+    return jnp.concatenate([*chunks[0::2], *reversed(chunks[1::2])], 1)
 
 
 def sum_over(x: jax.Array) -> jax.Array:
@@ -92,16 +92,17 @@ def sum_over(x: jax.Array) -> jax.Array:
     return lax.stop_gradient(lax.psum(lax.stop_gradient(x), CONTEXT) if size() > 1 else x)
 
 
-def local_chunks(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
-    """The two entries of this device's chunks, of entries for all chunks in the order of the
-    text."""
+def local_chunks(x: jax.Array, parts: int) -> jax.Array:
+    """The two entries of this device's chunks, of entries [B, chunks, …] for all chunks in the
+    order of the text."""
     i = lax.axis_index(CONTEXT)
-    return jnp.take(x, jnp.stack([i, 2 * parts - 1 - i]), axis=dim)
+    return jnp.take(x, jnp.stack([i, 2 * parts - 1 - i]), axis=1)
 
 
-def _in_device_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
-    chunks = jnp.split(x, 2 * parts, dim)
-    return jnp.concatenate([chunks[n] for i in range(parts) for n in (i, 2 * parts - 1 - i)], dim)
+def _in_device_order(x: jax.Array, parts: int) -> jax.Array:
+    """The inverse of `in_text_order`."""
+    chunks = jnp.split(x, 2 * parts, 1)
+    return jnp.concatenate([chunks[n] for i in range(parts) for n in (i, 2 * parts - 1 - i)], 1)
 
 
 def _gathered(x: jax.Array) -> jax.Array:

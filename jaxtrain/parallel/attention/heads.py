@@ -41,6 +41,8 @@ def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
     arrays: heads are the third dimension of each, and of each result
     same: pytrees without heads, the same on all devices of `model`
     """
+    # With one device along `model` it does so, too: all axes of the runtime are then manual, so a
+    # kernel with a partitioning rule (cuDNN's attention) is lowered without the partitioner.
     return over_model(fn, ((HEADS,) * len(arrays) + (P(),) * len(same)), HEADS)(*arrays, *same)
 
 
@@ -55,19 +57,6 @@ def on_each_device(fn: Callable, arrays: tuple, same: tuple = ()):
     return jax.shard_map(
         fn, in_specs=((split,) * len(arrays) + (P(),) * len(same)), out_specs=split, check_vma=False
     )(*arrays, *same)
-
-
-def over_heads(
-    kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None
-) -> jax.Array:
-    """Runs kernel(q, k, v, mask) → [B, T, N, H of v] on each device's own heads, for arrays
-    [B, T or S, heads, head dimension] whose heads are split over `model`.
-
-    mask: bool [B or 1, 1, T, S], the same for all heads, or None
-    """
-    # With one device along `model` it does so, too: all axes of the runtime are then manual, so a
-    # kernel with a partitioning rule (cuDNN's attention) is lowered without the partitioner.
-    return by_heads(kernel, (q, k, v), (mask,))
 
 
 def as_written(x: jax.Array) -> jax.Array:

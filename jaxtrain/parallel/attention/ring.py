@@ -92,16 +92,12 @@ def _next(keys: _Keys) -> _Keys:
     at a time, so only one of two would overlap with attention's kernel.
     """
     if manual_size(STAGE) == 1:
-        return jax.tree.map(_permuted, keys)
+        c = lax.axis_size(CONTEXT)
+        pairs = [(n, (n + 1) % c) for n in range(c)]
+        return jax.tree.map(lambda a: lax.ppermute(a, CONTEXT, pairs), keys)
     both = _exchanged(jnp.concatenate([keys.k, keys.v], -1))
     k, v = jnp.split(both, [keys.k.shape[-1]], -1)
     return _Keys(k, v, jax.tree.map(_exchanged, keys.segments))
-
-
-def _permuted(a: jax.Array) -> jax.Array:
-    """The device before's array, by a permute."""
-    c = lax.axis_size(CONTEXT)
-    return lax.ppermute(a, CONTEXT, [(n, (n + 1) % c) for n in range(c)])
 
 
 def _exchanged(a: jax.Array) -> jax.Array:
@@ -182,8 +178,7 @@ def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments):
         dq, by_keys = sums
         return jax.tree.map(jnp.add, (dq, _next(by_keys)), gradients(_sight(i, n), keys))
 
-    own = functools.partial(gradients, OWN)
-    dq, by_keys = _around(_Keys(k, v, segments), own, add)
+    dq, by_keys = _around(_Keys(k, v, segments), functools.partial(gradients, OWN), add)
     if manual_size(STAGE) > 1:
         # Complete sums need no more bits than the gradients that are returned, and take half of
         # the message's bytes.

@@ -96,8 +96,7 @@ def _weights_back(routing: Routing | TwoSteps, gates: jax.Array, spec: DispatchS
             transport.COMBINE, at_gateways, routing.across_nodes, spec.across_nodes
         )
     rows = transport.run(transport.COMBINE[:2], gates, routing, spec)
-    by_choice = take(rows, routing.position_of_choice)
-    return by_choice.reshape(spec.batch, spec.tokens, -1)
+    return take(rows, routing.position_of_choice).reshape(spec.batch, spec.tokens, -1)
 
 
 # --- tokens to the experts ------------------------------------------------------------------------

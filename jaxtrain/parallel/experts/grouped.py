@@ -146,8 +146,7 @@ def product(
     fills_empty: bool = True,
 ) -> jax.Array:
     """Each row times its group's matrix, [R, O]."""
-    shape = len(rows_RI), weights_EIO.shape[2]
-    out = _empty(shape, dtype or rows_RI.dtype, fills_empty)
+    out = _empty((len(rows_RI), weights_EIO.shape[2]), dtype or rows_RI.dtype, fills_empty)
     return _write_products(out, rows_RI, weights_EIO, _cut(rows_RI, sizes_E, most_rows), 0)
 
 
@@ -160,8 +159,7 @@ def rows_gradient(
     fills_empty: bool = True,
 ) -> jax.Array:
     """The gradient of the rows, [R, I]. No matrix is transposed in memory."""
-    shape = len(g_RO), weights_EIO.shape[1]
-    out = _empty(shape, dtype or g_RO.dtype, fills_empty)
+    out = _empty((len(g_RO), weights_EIO.shape[1]), dtype or g_RO.dtype, fills_empty)
     return _write_products(out, g_RO, weights_EIO, _cut(g_RO, sizes_E, most_rows), 1)
 
 

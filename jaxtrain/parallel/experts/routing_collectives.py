@@ -58,8 +58,7 @@ def dropless(
     devices = manual_size(EXPERT)
     if devices == 1:
         choices = sort_choices(chosen_BTK.reshape(-1), experts)
-        routing = Routing(choices.order, inverse(choices.order), choices.sizes)
-        return routing, jnp.zeros(experts)
+        return Routing(choices.order, inverse(choices.order), choices.sizes), jnp.zeros(experts)
     if nodes > 1:
         return _in_two_steps(chosen_BTK, DispatchSpec(experts, b, t, nodes=nodes), over_mean)
     rows = device_capacity(b * t, k, experts, devices, over_mean)
@@ -139,8 +138,7 @@ def _agreed(
         sent = choices.order, inverse(choices.order)
     rows_from_to, arriving = all_sizes.sum(-1), all_sizes[:, me]
     order = arrival_order(arriving, memory.receives)
-    routing = Routing(*sent, arriving.sum(0), rows_from_to, order, inverse(order))
-    return routing, dropped
+    return Routing(*sent, arriving.sum(0), rows_from_to, order, inverse(order)), dropped
 
 
 def by_capacity(chosen_BTK: jax.Array, experts: int, factor: float) -> tuple[Routing, jax.Array]:

@@ -183,7 +183,7 @@ class LayerSplit:
     ):
         self.layer, self.x = layer, jax.ShapeDtypeStruct(x.shape, x.dtype)
         self._cheap = CHEAP | recomputed
-        self._trace = _trace(layer, params, x, extra)
+        self._flat_by = _traced(layer, params, x, extra)
         # A quantized parameter is one leaf of `_tree`, of several arrays
         arrays, self._tree = jax.tree.flatten(params, is_leaf=is_quantized)
         self._arrays_of = [len(jax.tree.leaves(a)) for a in arrays]
@@ -206,7 +206,7 @@ class LayerSplit:
 
     def _cut(self, keep: KeepRule) -> None:
         """Decides what crosses, and which equations each op has."""
-        self._flat = flat = self._trace.flat(keep)
+        self._flat = flat = self._flat_by(keep)
         self._crossing = crossing = plan_crossing(flat, keep, self._cheap)
         saved, for_w, stashed = crossing.saved, crossing.for_w, crossing.stashed
         self.residuals = Residuals(_shapes(crossing.for_b), _shapes(for_w))
@@ -317,31 +317,9 @@ class LayerSplit:
         return dict(zip([self._flat.g, *self._crossing.saved], arrays, strict=True))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Trace:
-    """The trace of a layer and its vjp, (params, extra, x, g) → (y, dx, dp), with calls inside.
-
-    examples: the arguments, as leaves: `n_params` arrays of the parameters first, x and g last
-    """
-
-    closed: Any
-    examples: Sequence
-    n_params: int
-
-    def flat(self, keep: KeepRule) -> FlatLayer:
-        """The trace without calls, traced again. keep: as for `inline`"""
-        # `inline` evaluates the equations inside of calls one by one, so the second trace is flat.
-        inlined = lambda *args: inline(self.closed.jaxpr, self.closed.consts, args, keep)
-        closed = jax.make_jaxpr(inlined)(*self.examples)
-        jaxpr, n = closed.jaxpr, self.n_params
-        y, dx, *dp = jaxpr.outvars
-        x, g = jaxpr.invars[-2:]
-        consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        params, extras = jaxpr.invars[:n], jaxpr.invars[n:-2]
-        return FlatLayer(jaxpr.eqns, consts, params, extras, x, g, y, dx, dp)
-
-
-def _trace(layer: Callable, params, x, extra) -> _Trace:
+def _traced(layer: Callable, params, x, extra) -> Callable[[KeepRule], FlatLayer]:
+    """Traces a layer and its vjp, (params, extra, x, g) → (y, dx, dp). Returns a function from a
+    KeepRule, as for `inline`, to the trace without calls."""
     leaves, tree = jax.tree.flatten(params)
     extras, extra_tree = jax.tree.flatten(extra)
     n, e = len(leaves), len(extras)
@@ -355,7 +333,19 @@ def _trace(layer: Callable, params, x, extra) -> _Trace:
 
     # The gradient of y has the shape and dtype of y, and so of x.
     examples = [*leaves, *extras, x, x]
-    return _Trace(jax.make_jaxpr(output_and_gradients)(*examples), examples, n)
+    with_calls = jax.make_jaxpr(output_and_gradients)(*examples)
+
+    def flat(keep: KeepRule) -> FlatLayer:
+        # `inline` evaluates the equations inside of calls one by one, so the second trace is flat.
+        inlined = lambda *args: inline(with_calls.jaxpr, with_calls.consts, args, keep)
+        closed = jax.make_jaxpr(inlined)(*examples)
+        jaxpr = closed.jaxpr
+        y, dx, *dp = jaxpr.outvars
+        params, extras, (x, g) = jaxpr.invars[:n], jaxpr.invars[n:-2], jaxpr.invars[-2:]
+        consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        return FlatLayer(jaxpr.eqns, consts, params, extras, x, g, y, dx, dp)
+
+    return flat
 
 
 class RecomputedLayer:

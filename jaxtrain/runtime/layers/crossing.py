@@ -126,6 +126,9 @@ class FlatLayer:
 
     def position(self, value) -> int:
         """The number of the value among those that equations make, in order; −1 for an input."""
+        # Results of one equation have numbers of their own. Values are kept in sets, whose order
+        # differs between processes, and sorted by this number: all processes then save the same
+        # arrays in the same order.
         return self._positions.get(value, -1)
 
     def needed(self, outputs: Iterable, available: Iterable) -> list:

@@ -116,7 +116,11 @@ def plan_pieces(first: TracedOp, second: TracedOp, holds_first: bool) -> list[Ov
     left = [_parts(op.equations) for op in ops]  # parts and messages that are in no piece
     # the variables that an op's next part begins with
     entries: list[Sequence] = [[op.entry] for op in ops]
-    read = [_read_variables(op) for op in ops]
+    # the variables that equations of each op read, or that are its results
+    read = [
+        {*variables(op.outputs), *(a for e in op.equations for a in variables(e.invars))}
+        for op in ops
+    ]
     take = lambda op: left[op].pop(0) if left[op] else []
     upcoming = lambda op: left[op][0] if left[op] else []
 
@@ -131,10 +135,11 @@ def plan_pieces(first: TracedOp, second: TracedOp, holds_first: bool) -> list[Ov
             rows = max(variables(_largest(messages).invars), key=_size)
             start = Wait(entries[worker], [rows])
         arrived = entries[sender] = results(sender, messages)
-        large, rest = _last_products(part, following)
-        made = results(worker, large)
+        # The large products on which `following` waits without another one in between.
+        large = _on_the_way(part, following, only_last=True)
+        end = max((i for i, e in enumerate(part, 1) if e in large), default=len(part))
+        products, rest, made = part[:end], part[end:], results(worker, large)
         hold = Wait(made, sorted(arrived, key=_size)[-1:]) if holds else Wait()
-        products = part[: len(part) - len(rest)]
         return OverlappedPiece(sender, messages, products, rest, start, Wait(arrived, made), hold)
 
     pieces = [OverlappedPiece(1, (), take(0))]
@@ -154,12 +159,6 @@ def plan_pieces(first: TracedOp, second: TracedOp, holds_first: bool) -> list[Ov
         pieces.append(piece(sender, part, upcoming(worker), holds))
         sender, holds = worker, True
     return pieces
-
-
-def _read_variables(op: TracedOp) -> set:
-    """The variables that an equation of the op reads, or that are its results."""
-    read = {a for equation in op.equations for a in variables(equation.invars)}
-    return read.union(variables(op.outputs))
 
 
 # --- its evaluation -------------------------------------------------------------------------------
@@ -304,19 +303,13 @@ def _parts(equations: Iterable) -> list[list]:
     return [parts.get(i, []) for i in range(max(parts, default=0) + 1)]
 
 
-def _last_products(part: Sequence, messages: Sequence) -> tuple[list, Sequence]:
-    """Returns (the large products on which the messages wait without another one in between, the
-    equations of the part that follow the last of these). Without messages, the products on which
-    results of the part wait."""
-    last = _on_the_way(part, messages, only_last=True)
-    end = max((i for i, e in enumerate(part, 1) if e in last), default=len(part))
-    return last, part[end:]
-
-
 def _on_the_way(part: Sequence, messages: Sequence, only_last: bool = False) -> list:
-    """The large products of a part on which messages wait, or without messages its results.
-    only_last: those without another one in between"""
-    large = _large(part)
+    """The kernels and large products of a part on which messages wait, or without messages its
+    results. only_last: those without another one in between"""
+    work = {id(equation): _work(equation) for equation in part}
+    # Kernels count as large whatever the products are, and do not make these small.
+    largest = max((w for w in work.values() if w < math.inf), default=0.0)
+    large = {key for key, w in work.items() if w and w >= LARGE * largest}
     maker = {out: equation for equation in part for out in equation.outvars}
     read = {a for equation in part for a in variables(equation.invars)}
     # Back from what the messages read, or without messages from the part's own results.
@@ -329,14 +322,6 @@ def _on_the_way(part: Sequence, messages: Sequence, only_last: bool = False) -> 
             seen.add(id(equation))
             todo += variables(equation.invars) if not (only_last and id(equation) in large) else ()
     return [e for e in part if id(e) in large and id(e) in seen]
-
-
-def _large(equations: Sequence) -> set[int]:
-    """The ids of kernels and large products."""
-    work = {id(equation): _work(equation) for equation in equations}
-    # Kernels count as large whatever the products are, and do not make these small.
-    largest = max((w for w in work.values() if w < math.inf), default=0.0)
-    return {key for key, w in work.items() if w and w >= LARGE * largest}
 
 
 def _work(equation) -> float:

@@ -331,8 +331,7 @@ class LayerStack:
         op = LayerOp.WEIGHT_GRADIENT
 
         def body(layers: LayerRange, i: LayerNumber, p, sums):
-            of_layer = self.slots(layers, i, slots)
-            gradients = of_layer.weight_gradient(p, self.extra(extra, i), pools)
+            gradients = self.slots(layers, i, slots).weight_gradient(p, self.extra(extra, i), pools)
             return self._collectives.add(sums, gradients, i, self._is_single)
 
         return self._run(self._plan(op), op, body, params, sums)
@@ -351,15 +350,13 @@ class LayerStack:
 
         def body(layers: LayerRange, i: LayerNumber, p, carry):
             shards, *waiting = carry  # waiting: the total of the layer before, where late
-            of_layer = self.slots(layers, i, slots)
-            gradients = of_layer.weight_gradient(p, self.extra(extra, i), pools)
+            gradients = self.slots(layers, i, slots).weight_gradient(p, self.extra(extra, i), pools)
             total = self._collectives.added(sums, gradients, i)
             if not late:
                 return (with_reduced(shards, total, i),)
             return with_reduced(shards, waiting[0], i - 1) if waiting else shards, total
 
-        loops = self._plan(op, peel_first=late)
-        shards, *waiting = self._run(loops, op, body, params, (shards,))
+        shards, *waiting = self._run(self._plan(op, peel_first=late), op, body, params, (shards,))
         if not waiting:
             return shards
         return with_reduced(shards, waiting[0], self.bounds[self._ranges[-1]][1] - 1)

@@ -80,8 +80,7 @@ class Forward:
         residuals: Residuals | None,
         pools: Pools,
     ) -> Pools:
-        of_layer = self.stack.slots(layers, i, self.slots)
-        return of_layer.with_saved(pools, self.op, x, residuals)
+        return self.stack.slots(layers, i, self.slots).with_saved(pools, self.op, x, residuals)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,8 +179,7 @@ def forward_and_input_gradient(
     def b_alone(b: LayerRange, trip: LayerNumber, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry
         b_slots = backward.slots_of(b, layer_of_b(trip))
-        residuals = b_slots.residuals(pools)
-        g, stash = backward.layer(b, layer_of_b(trip), residuals, g).run()
+        g, stash = backward.layer(b, layer_of_b(trip), b_slots.residuals(pools), g).run()
         return x, g, b_slots.with_weight_stash(pools, stash)
 
     names = {name for each in forward.stack.bounds for name in each.pools_of_forward}

@@ -195,13 +195,9 @@ class LayerOnMesh:
     expert_nodes: int
     beside_products: str
 
-    @property
-    def mesh(self) -> AbstractMesh:
-        return AbstractMesh(self.mesh_sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
     def splits(self, mode: str, save: Sequence[str]) -> list[LayerSplit]:
         """The layer cut in two ways by one trace: with everything saved, and as `keep_rule` says.
-        To be called in the manual region of `mesh`."""
+        To be called in the manual region of a mesh of `mesh_sizes`."""
         parts = build(self.cfg, context=self.context, expert_nodes=self.expert_nodes)
         compute, fp8 = jnp.dtype(self.precision.compute), fp8_of(self.precision, False)
         layer = RuntimeLayer(parts, compute, fp8, self.dense)
@@ -219,12 +215,12 @@ def saved_bytes(
 ) -> tuple[LayerBytes, LayerBytes]:
     """What one layer saves of a microbatch on a device: (everything, what it saves with a mode of
     remat). A layer is traced once. mode, save: as for `keep_rule`"""
-    make, mesh = functools.partial(layer.splits, mode, save), layer.mesh
+    make = functools.partial(layer.splits, mode, save)
+    mesh = AbstractMesh(layer.mesh_sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     device = AbsentDevice(layer.platform)
     # The caller may be inside a mesh or a trace, which would refuse another mesh. A thread of its
     # own is in none.
     with ThreadPoolExecutor(1) as alone:
-        trace = alone.submit(in_manual_region, make, mesh, layer.beside_products, device)
-        traced = trace.result()
+        traced = alone.submit(in_manual_region, make, mesh, layer.beside_products, device).result()
     everything, saved = (bytes_of(split, mesh.shape[MODEL]) for split in traced)
     return everything, saved

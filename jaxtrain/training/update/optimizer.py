@@ -118,7 +118,12 @@ class Optimizer:
             state = self._directions.init(params)
         else:
             state = _init_directions(self._directions, params, specs, tree)
-        state = _with_moments(state, tree, self.moments)
+        parts = parts_of(state, tree)
+        moments = lambda part: jax.tree.map(lambda a: a.astype(self.moments), part)
+        state = parts.outline.unflatten(
+            moments(part) if follows else part
+            for part, follows in zip(parts.parts, parts.follow, strict=True)
+        )
         nothing = optax.EmptyState()
         # Checkpoints name the state's arrays by their places in this tuple, so it has the same
         # places with and without clipping or decay.
@@ -140,9 +145,14 @@ class Optimizer:
         """
         tree: Any
         specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
-        if self.settings.clip_norm:
+        if limit := self.settings.clip_norm:
+            # optax's clip_by_global_norm, of gradients that may be some of those whose norm this
+            # is. `limit / norm` is one number for all gradients, so each has a product and no
+            # division: XLA would turn a division by a scalar into a product in one program and not
+            # in another.
             norm = optax.tree.norm(gradients) if norm is None else norm
-            gradients = _clipped(gradients, norm, self.settings.clip_norm)
+            clip = lambda g: lax.select(norm < limit, g, g * (limit / norm).astype(g.dtype))
+            gradients = jax.tree.map(clip, gradients)
         no_clipping, of_directions, no_decay, schedule = state
         count = schedule.count  # of updates, not of steps: a skipped one does not move the rate
         rate = self.rate(count)
@@ -185,14 +195,6 @@ class Optimizer:
 def updates_made(state: Any) -> jax.Array:
     """The number of updates in a state of `Optimizer`, int32: of steps without skipped ones."""
     return state[-1].count
-
-
-def _clipped(gradients: Any, norm: jax.Array, limit: float) -> Any:
-    """optax's clip_by_global_norm, of gradients that may be some of those whose norm this is."""
-    # `limit / norm` is one number for all gradients, so each has a product and no division: XLA
-    # would turn a division by a scalar into a product in one program and not in another.
-    clip = lambda g: lax.select(norm < limit, g, g * (limit / norm).astype(g.dtype))
-    return jax.tree.map(clip, gradients)
 
 
 # --- the state by its parts -----------------------------------------------------------------------
@@ -242,16 +244,6 @@ def _init_directions(
             start = jax.vmap(start, out_axes=[0 if follows else None for follows in parts.follow])
         leaves.append(start(array))
     return _joined(leaves, parts, tree)
-
-
-def _with_moments(state: Any, tree: Any, dtype: str) -> Any:
-    """The state with its trees, of the structure `tree`, in this type."""
-    parts = parts_of(state, tree)
-    cast = lambda part: jax.tree.map(lambda a: a.astype(dtype), part)
-    return parts.outline.unflatten(
-        cast(part) if follows else part
-        for part, follows in zip(parts.parts, parts.follow, strict=True)
-    )
 
 
 # --- the update of one parameter ------------------------------------------------------------------

@@ -162,9 +162,14 @@ class StreamedUpdate:
                 jax.ShapeDtypeStruct(value.shape, jnp.float32, sharding=sharding)
                 for value, sharding in zip(values, group.select(self.layout.scattered), strict=True)
             ]
+            # One layer of each stack; an array outside of stacks entirely.
+            state = [
+                jax.ShapeDtypeStruct(array.layer_shape, array.dtype, sharding=array.sharding)
+                for array in blocks.arrays
+            ]
             inputs = UpdateInputs(
                 gradients,
-                [_layer_of(array) for array in blocks.arrays],
+                state,
                 counts,
                 guard,
                 squares,
@@ -173,11 +178,6 @@ class StreamedUpdate:
             )
             lowered[program] = program.lower(values, inputs)
         return lowered
-
-
-def _layer_of(array: DiskArray) -> jax.ShapeDtypeStruct:
-    """One layer of a stack; an array outside of stacks entirely."""
-    return jax.ShapeDtypeStruct(array.layer_shape, array.dtype, sharding=array.sharding)
 
 
 def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]) -> StreamedUpdate:
@@ -215,7 +215,19 @@ def _passes(
     by unit, layer by layer."""
     file = layout.disk
     assert file
-    moments, masters = _state_by_parameter(state)
+    outline: Any
+    leaves, outline = jax.tree.flatten(state.optimizer, is_leaf=is_on_disk)
+    tree: Any
+    params, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
+    # Numbers in place of the leaves, for arrays on disk are no leaves of a pytree.
+    numbers, follows, _ = parts_of(outline.unflatten(range(len(leaves))), tree)
+    trees = [
+        tree.flatten_up_to(part) for part, is_tree in zip(numbers, follows, strict=True) if is_tree
+    ]
+    # For each parameter, the arrays of the optimizer's state in the order of its trees, and its
+    # master if it has one.
+    moments = [[leaves[number] for number in each] for each in zip(*trees, strict=True)]
+    masters = [[a] if is_on_disk(a) else [] for a in params]
     arrays_of = [[*each, *master] for each, master in zip(moments, masters, strict=True)]
     for _, unit in itertools.groupby(_parameter_groups(layout, arrays_of), lambda g: g.unit):
         in_unit = list(unit)
@@ -226,24 +238,6 @@ def _passes(
                 arrays = [array for column in columns for array in column]
                 arrays += [array for i in group.indices for array in masters[i]]
                 yield group, BlockGroup(file, arrays, layer)
-
-
-def _state_by_parameter(
-    state: TrainState,
-) -> tuple[list[list[DiskArray]], list[list[DiskArray]]]:
-    """For each parameter, the arrays of the optimizer's state in the order of its trees, and its
-    master if it has one."""
-    outline: Any
-    leaves, outline = jax.tree.flatten(state.optimizer, is_leaf=is_on_disk)
-    tree: Any
-    params, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
-    # Numbers in place of the leaves, for arrays on disk are no leaves of a pytree.
-    numbers, follows, _ = parts_of(outline.unflatten(range(len(leaves))), tree)
-    trees = [
-        tree.flatten_up_to(part) for part, is_tree in zip(numbers, follows, strict=True) if is_tree
-    ]
-    moments = [[leaves[number] for number in each] for each in zip(*trees, strict=True)]
-    return moments, [[a] if is_on_disk(a) else [] for a in params]
 
 
 def _parameter_groups(
@@ -317,7 +311,10 @@ def _update(
         if stacked:
             read_values = lax.dynamic_update_slice_in_dim(value, read_values, layer, 1)
         results.append(read_values)
-    new_state, counts = _separated(updated.state, params, group)
+    parts = parts_of(updated.state, jax.tree.structure(params))
+    pairs = list(zip(parts.parts, parts.follow, strict=True))
+    counts = [part for part, follows in pairs if not follows]
+    new_state = [array for part, follows in pairs if follows for array in group.order(part)]
     new_state += [new for new, master in zip(new_masters, has_master, strict=True) if master]
     squares = inputs.squares
     if squares is not None:
@@ -340,17 +337,6 @@ def _joined(
         group.tree([next(arrays) for _ in group.indices]) if follows else next(scalars)
         for follows in parts.follow
     )
-
-
-def _separated(
-    state: Any, params: dict, group: ParameterGroup
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The inverse of `_joined`."""
-    parts = parts_of(state, jax.tree.structure(params))
-    pairs = list(zip(parts.parts, parts.follow, strict=True))
-    arrays = [array for part, follows in pairs if follows for array in group.order(part)]
-    counts = [part for part, follows in pairs if not follows]
-    return arrays, counts
 
 
 # --- compiled -------------------------------------------------------------------------------------
@@ -410,19 +396,19 @@ class CompiledUpdate:
                 values[i] = value
                 if self._last[group] == number:
                     gradients[i] = None  # type: ignore[call-overload]
-        return self._replaced(state, values, outline.unflatten(new_counts)), squares
-
-    def _replaced(self, state: TrainState, values: list[jax.Array], optimizer: Any) -> TrainState:
-        """The state with other arrays that ops read."""
+        # Masters stay on disk, and ops read the new values as their copies.
         tree: Any
-        params, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
-        on_disk = [is_on_disk(a) for a in params]
-        pairs = list(zip(params, values, on_disk, strict=True))
-        working = None
+        held, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
+        pairs, working = list(zip(held, values, strict=True)), None
         if state.working is not None:
-            working = tree.unflatten(value if disk else None for _, value, disk in pairs)
-        params = tree.unflatten(held if disk else value for held, value, disk in pairs)
-        return dataclasses.replace(state, params=params, optimizer=optimizer, working=working)
+            working = tree.unflatten(value if is_on_disk(a) else None for a, value in pairs)
+        after = dataclasses.replace(
+            state,
+            params=tree.unflatten(a if is_on_disk(a) else value for a, value in pairs),
+            optimizer=outline.unflatten(new_counts),
+            working=working,
+        )
+        return after, squares
 
 
 # --- the step -------------------------------------------------------------------------------------
