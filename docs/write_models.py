@@ -8,59 +8,73 @@ A test compares the file with what this script writes.
 import pathlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jaxtrain.hf.entries import PassedOver, Training  # noqa: E402 (the path comes first)
+from jaxtrain.hf.entries import Training  # noqa: E402 (the path comes first)
 from jaxtrain.hf.families import FAMILIES  # noqa: E402
 from jaxtrain.hf.families.family import Family  # noqa: E402
-from jaxtrain.hf.fields import MARKS, WITHOUT_EFFECT  # noqa: E402
+from jaxtrain.hf.fields import MARKS  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-HEAD = """# Published models
+# a family's fields, or pairs (field, its values in words)
+Items = set[str] | set[tuple[str, str]]
+TEXT = """# Published models
 
-[docs/use.md](use.md) shows how a run starts from a published model, and how a run's model is
-published. `python docs/write_models.py` makes this page of the tables in `jaxtrain/hf/families/`,
-which conversion itself reads and writes.
+[use.md](use.md#published-models) shows how to start a run from a published model, and how to
+publish one. `python docs/write_models.py` writes this page from the tables in
+[hf/families/](../jaxtrain/hf/families), by which models are converted.
 
-A field of a config.json is honoured, has only the values that stand here, has no effect on what a
-model computes, or is refused by its name; so is a field that no table has. A missing field has
-transformers' default. Both forms are read: `rope_parameters` and `dtype` of transformers 5,
-`rope_theta`, `rope_scaling` and `torch_dtype` of older versions.
-"""
-TAIL = """
+| model_type | models |
+|---|---|
+{families}
+
+Every field of a config.json is known: it gives a setting, allows only some values, has no effect on
+the model, or is refused by its name. A missing field has transformers' default. Files of
+transformers 5 are read, and those of older versions: `rope_parameters` and `dtype`, or
+`rope_theta`, `rope_scaling` and `torch_dtype`.
+
+## Fields that give settings
+
+| fields | model types |
+|---|---|
+{settings}
+
+## Fields with few allowed values
+
+| fields and their values | model types |
+|---|---|
+{limits}
+
 ## Refused
 
-- Another `model_type` (Llama 4, Gemma, Qwen3-Next, Mamba, …), and `architectures` with another head
-  than the next token's.
+- Every other `model_type` (Llama 4, Gemma, Qwen3-Next, Mamba, …), and `architectures` that predict
+  anything but the next token.
 - Other attention: a `sliding_window` shorter than `max_position_embeddings`, `layer_types` other
   than full attention, the rotary scalings `dynamic` and `longrope`, rotary parameters by layer
-  type, and fields that no table has, such as `index_topk` of DeepSeek's sparse attention.
-- Quantized weights, but for float8 in blocks (`quantization_config` of DeepSeek-V3 and Kimi-K2),
-  which are multiplied by their scales: a run trains them without quantization.
-- Remote code (`auto_map`), but for families whose published folders bring some: jaxtrain's own
-  model is used in its place.
-- Sizes that jaxtrain's model cannot have, such as an odd number of rotated dimensions.
+  type, and `index_topk` of DeepSeek's sparse attention.
+- Quantized weights, except float8 with scales of blocks (`quantization_config` of DeepSeek-V3 and
+  Kimi-K2). These are dequantized, and a run trains them without quantization.
+- Remote code (`auto_map`), except that of families whose published folders have some: jaxtrain's
+  own model replaces it.
+- Sizes that jaxtrain's model cannot have, such as an odd number of rotated dimensions, and fields
+  that no table has.
 
 ## Prediction modules
 
-`num_nextn_predict_layers` is `model.mtp_depth`; a module's tensors follow those of the layers. Its
-default is 1, but transformers saves no modules: where the files have no tensor of one, the field is
-read as 0, with a line. `--config.model.mtp_depth=0` leaves the modules out. What the files hold of
-embedding and output matrix beside a module must have the model's numbers, and is written again.
+`num_nextn_predict_layers` becomes `model.mtp_depth`, and the modules' tensors follow those of the
+layers. transformers saves no modules although the field's default is 1. If the files lack them, the
+field counts as 0, and a line says so. `--config.model.mtp_depth=0` leaves them out. A copy of the
+embedding or the output matrix in a module must equal the model's; an export writes it again.
 
-## Only in training
+## Ignored
 
-A run trains by its own settings, and says so where one of these is set: {training}.
-
-## Without effect
-
-{passed}.
-
-Fields whose names begin with {marks} are marks that libraries leave:
-they are passed over with a line.
+- Fields for training, which a run's own settings replace; a line names them: {training}.
+- Fields without effect on the model, such as `use_cache`: `WITHOUT_EFFECT` of
+  [fields.py](../jaxtrain/hf/fields.py), and each family's `PassedOver`.
+- Marks of libraries, whose names begin with {marks}; a line names them.
 """
 
 
@@ -68,7 +82,7 @@ def names(fields: Iterable[str]) -> str:
     return ", ".join(f"`{field}`" for field in sorted(set(fields)))
 
 
-def honoured(family: Family) -> set[str]:
+def settings(family: Family) -> set[str]:
     """The fields that give settings of the model."""
     return {field for entry in family.table for field in entry.sources.values()}
 
@@ -83,38 +97,47 @@ def limits(family: Family) -> set[tuple[str, str]]:
     }
 
 
-def row(name: str, models: str, fields: set[str], only: set[tuple[str, str]]) -> str:
-    values = "; ".join(f"`{field}`: {words}" for field, words in sorted(only))
-    return f"| {name} | {models} | {names(fields)} | {values} |"
+def training() -> set[str]:
+    """The fields of any family that only training reads."""
+    entries = [entry for family in FAMILIES.values() for entry in family.table]
+    return {field for entry in entries if isinstance(entry, Training) for field in entry.fields}
 
 
-def of_kind(kind: type[PassedOver] | type[Training]) -> set[str]:
-    return {
-        field
-        for family in FAMILIES.values()
-        for entry in family.table
-        if isinstance(entry, kind)
-        for field in entry.fields
-    }
+def families_of(chosen: tuple[str, ...]) -> str:
+    """These families in words: the others are named where they are fewer."""
+    others = [name for name in FAMILIES if name not in chosen]
+    if len(others) < len(chosen):
+        return f"all but {names(others)}" if others else "all"
+    return names(chosen)
+
+
+def grouped(items: Mapping[str, Items]) -> Iterator[tuple[list, str]]:
+    """(the items that the same families have, these families), the most families first.
+
+    items: family → its items
+    """
+    groups: dict[tuple[str, ...], list] = {}
+    for item in sorted(set().union(*items.values())):
+        groups.setdefault(tuple(name for name in items if item in items[name]), []).append(item)
+    for families, shared in sorted(groups.items(), key=lambda group: -len(group[0])):
+        yield shared, families_of(families)
 
 
 def text() -> str:
     """The page."""
-    decoders = [family for name, family in FAMILIES.items() if name != "gpt2"]
-    fields = set.intersection(*map(honoured, decoders))
-    only = set.intersection(*map(limits, decoders))
-    lines = ["| model_type | models | honoured | only with these values |", "|---|---|---|---|"]
-    lines.append(row("all but `gpt2`", "", fields, only))
-    for name, family in FAMILIES.items():
-        shared = (fields, only) if family in decoders else (set(), set())
-        given, narrow = honoured(family) - shared[0], limits(family) - shared[1]
-        lines.append(row(f"`{name}`", family.models, given, narrow))
-    tail = TAIL.format(
-        training=names(of_kind(Training)),
-        passed=names((of_kind(PassedOver) | WITHOUT_EFFECT) - {"architectures", "model_type"}),
+    models = [f"| `{name}` | {family.models} |" for name, family in FAMILIES.items()]
+    by_settings = grouped({name: settings(family) for name, family in FAMILIES.items()})
+    by_limits = grouped({name: limits(family) for name, family in FAMILIES.items()})
+    return TEXT.format(
+        families="\n".join(models),
+        settings="\n".join(f"| {names(fields)} | {types} |" for fields, types in by_settings),
+        limits="\n".join(
+            f"| {'; '.join(f'`{field}`: {words}' for field, words in fields)} | {types} |"
+            for fields, types in by_limits
+        ),
+        training=names(training()),
         marks=names(MARKS),
     )
-    return f"{HEAD}\n## Families\n\n" + "\n".join(lines) + "\n" + tail
 
 
 if __name__ == "__main__":

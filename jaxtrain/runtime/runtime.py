@@ -38,7 +38,7 @@ from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.fp8 import Fp8
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead, positions_and_segments
-from jaxtrain.runtime.layers.layer_loops import LayerCollectives
+from jaxtrain.runtime.layers.layer_loops import UnitCollectives
 from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.layers.saved_bytes import RuntimeLayer, examples, in_manual_region
 from jaxtrain.runtime.state_plan import ParameterPlan, SlotBytes, UnitPlan
@@ -385,7 +385,7 @@ class Runtime:
             self.placement,
             unit,
             lax.axis_index(STAGE),
-            LayerCollectives(self.zero, reductions.layers[str(unit)]),
+            UnitCollectives(self.zero, reductions.layers[str(unit)]),
             functools.partial(_extra_of_layer, cfg) if cfg.nope_layers else None,
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.

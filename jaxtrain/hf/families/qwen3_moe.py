@@ -47,7 +47,10 @@ class SparseLayers(TableEntry):
 
     sources = {"dense_layers": "mlp_only_layers"}
 
-    limits = {"mlp_only_layers": "the first layers", "decoder_sparse_step": "the same"}
+    limits = {
+        "mlp_only_layers": "the first layers",
+        "decoder_sparse_step": "one that leaves only first layers dense",
+    }
 
 
 FAMILY = Family(

@@ -347,7 +347,7 @@ FRAMEWORKS: dict[str, StepSettings] = {
             rates=Rates(
                 model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
             ),
-            reduced_gradient=2.0,  # as compiled (docs/parts.md)
+            reduced_gradient=2.0,  # as compiled (docs/log/2026-11.md)
         ),
         _TORCHTITAN,
         dataclasses.replace(

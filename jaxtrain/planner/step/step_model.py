@@ -43,8 +43,8 @@ SCORE_PASSES = 10.0
 # other.
 CELL_OVERLAP, UNTIED_OVERLAP = 1.0, 0.75
 # Fraction of the time of ZeRO-3's all-gathers and reduce-scatters that has other work beside it, as
-# libtpu compiles Llama 3 8B for 64 chips (docs/parts.md): by hardware; those that are left out are
-# taken to overlap as GPUs' do.
+# libtpu compiles Llama 3 8B for 64 chips (docs/log/2026-11.md): by hardware; those that are left
+# out are taken to overlap as GPUs' do.
 GATHER_OVERLAP = {"tpu-v5p": 0.26}
 # Fractions, by bytes, of the copies of what layers save to the host and back that have products
 # beside them, as XLA compiles Llama 3 8B (tests/runtime/test_ahead.py), by platform and whether

@@ -14,6 +14,9 @@ and products of other residuals. A `KeepRule` decides about the other values; th
 keep are recomputed. The weight stash is saved by B for W: the gradients that W multiplies with, and
 values that B has recomputed.
 
+Begin with `LayerSplit._cut`; crossing.py decides what crosses. Before the class are the rules of
+`remat`, which say what may cross.
+
 Calls are inlined and inner scans unrolled; an inner `while` or kernel stays one equation
 (parallel/attention/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the
 backward.
@@ -181,7 +184,7 @@ class LayerSplit:
         self.layer, self.x = layer, jax.ShapeDtypeStruct(x.shape, x.dtype)
         self._cheap = CHEAP | recomputed
         self._trace = _trace(layer, params, x, extra)
-        # a quantized parameter is one leaf of `_tree`, of several arrays
+        # A quantized parameter is one leaf of `_tree`, of several arrays
         arrays, self._tree = jax.tree.flatten(params, is_leaf=is_quantized)
         self._arrays_of = [len(jax.tree.leaves(a)) for a in arrays]
         self._cut(keep)
@@ -289,6 +292,7 @@ class LayerSplit:
         self, params, extra, for_w: Sequence[jax.Array], weight_stash: Sequence[jax.Array]
     ):
         """The gradients of params, from the residuals' `for_w` and what B has left."""
+        # Residuals that only B reads are gone by now: their slots may have other values.
         values = dict(zip(self._crossing.for_w, for_w, strict=True)) | dict(
             zip(self._crossing.stashed, weight_stash, strict=True)
         )

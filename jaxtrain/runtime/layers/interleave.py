@@ -1,9 +1,9 @@
 """Two ops of layers that do not wait for each other, so that messages of each go beside products of
 the other (DualPipe's cell, DeepSeek-V3 2024, section 3.2.1).
 
-Begin with `plan_pieces`: from the equations of both ops it makes a list of `Piece`s, without a
-value. `side_by_side` evaluates the list. An op's equations are cut at its messages, the all-to-alls
-of experts and of attention, and each column below is a piece:
+Begin with `plan_pieces`: from the equations of both ops it makes a list of `OverlappedPiece`s,
+without a value. `side_by_side` evaluates the list. An op's equations are cut at its messages, the
+all-to-alls of experts and of attention, and each column below is a piece:
 
     first    part 0 │ messages 0 │ part 1     │ messages 1 │ part 2
     second          │ part 0     │ messages 0 │ part 1     │ messages 1 │ part 2
@@ -80,7 +80,7 @@ class Wait(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class OverlappedPiece:
     """Messages of one op, and equations of the other one that are evaluated beside them.
 
     sender: 0: the first op sends, and the second one computes; 1: the other way round
@@ -109,7 +109,7 @@ class Piece:
         )
 
 
-def plan_pieces(first: TracedOp, second: TracedOp, holds_first: bool) -> list[Piece]:
+def plan_pieces(first: TracedOp, second: TracedOp, holds_first: bool) -> list[OverlappedPiece]:
     """The pieces of two ops, in order: each equation once. holds_first: the first messages have a
     `hold`, as all others have"""
     ops = first, second
@@ -123,7 +123,7 @@ def plan_pieces(first: TracedOp, second: TracedOp, holds_first: bool) -> list[Pi
     def results(op: int, equations: Iterable) -> list:
         return [a for equation in equations for a in equation.outvars if a in read[op]]
 
-    def piece(sender: int, part: Sequence, following: Sequence, holds: bool) -> Piece:
+    def piece(sender: int, part: Sequence, following: Sequence, holds: bool) -> OverlappedPiece:
         """The sender's next messages beside a part of the other op. following: the other op's
         equations that read the part's results next"""
         worker, messages, start = 1 - sender, take(sender), Wait()
@@ -135,9 +135,9 @@ def plan_pieces(first: TracedOp, second: TracedOp, holds_first: bool) -> list[Pi
         made = results(worker, large)
         hold = Wait(made, sorted(arrived, key=_size)[-1:]) if holds else Wait()
         products = part[: len(part) - len(rest)]
-        return Piece(sender, messages, products, rest, start, Wait(arrived, made), hold)
+        return OverlappedPiece(sender, messages, products, rest, start, Wait(arrived, made), hold)
 
-    pieces = [Piece(1, (), take(0))]
+    pieces = [OverlappedPiece(1, (), take(0))]
     sender, holds = 0, holds_first
     while any(left):
         worker = 1 - sender
@@ -149,7 +149,7 @@ def plan_pieces(first: TracedOp, second: TracedOp, holds_first: bool) -> list[Pi
             beside_first, part = _cut(part, upcoming(worker), far_first)
             following = part if _on_the_way(beside_first, part) else []
             pieces.append(piece(sender, beside_first, following, holds=False))
-            pieces.append(Piece(worker, (), take(sender)))
+            pieces.append(OverlappedPiece(worker, (), take(sender)))
             entries[worker] = pieces[-2].arrival.awaited or entries[worker]
         pieces.append(piece(sender, part, upcoming(worker), holds))
         sender, holds = worker, True

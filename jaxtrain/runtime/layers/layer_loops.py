@@ -3,7 +3,7 @@
 Begin with `plan_loops`: it turns ranges of layers into a list of `Loop`s, in the order in which
 they run. The plan computes nothing on a device and can be printed. `run_loops` runs it where a
 layer's parameters are at hand; `run_loops_gathering` runs it where ZeRO-3 gathers them layer by
-layer. `LayerCollectives` has ZeRO's collectives themselves.
+layer. `UnitCollectives` has ZeRO's collectives themselves.
 
 A forward over five layers that gathers parameters, where R recomputes the lowest two:
 
@@ -26,7 +26,7 @@ from jax import lax
 from jaxtrain.devices.mesh import on_nvidia_gpu
 from jaxtrain.parallel.zero import Zero, gather, in_memory_order, in_order, reduce_in_op
 
-Number = Any  # an int, or a traced int32
+LayerNumber = Any  # an int, or a traced int32
 LayerBody = Callable  # (a layer's range, its number, its parameters, carry) → carry
 
 
@@ -69,7 +69,7 @@ class LayerRange:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LayerCollectives:
+class UnitCollectives:
     """ZeRO's collectives inside the ops of one unit.
 
     zero: whether ops gather each layer's parameters before they use them, and reduce its gradients
@@ -89,7 +89,7 @@ class LayerCollectives:
         # would stand alone behind its layer's last product. TPUs do not need it.
         return on_nvidia_gpu()
 
-    def parameters(self, stack, i: Number, reads: Callable[[], Any]) -> Any:
+    def parameters(self, stack, i: LayerNumber, reads: Callable[[], Any]) -> Any:
         """Layer i's parameters, gathered where `reads()`, a tree of bools like them, says so."""
         one = lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
         params = jax.tree.map(one, stack)
@@ -113,7 +113,7 @@ class LayerCollectives:
                 lambda g, r: reduce_in_op(g, r, self.zero.dtype), gradients, self.reductions
             )
 
-    def add(self, sums, gradients, i: Number, is_single: bool) -> Any:
+    def add(self, sums, gradients, i: LayerNumber, is_single: bool) -> Any:
         """The stack `sums` with layer i's gradients, which are reduced before if ops do that.
         is_single: layer i is the stack's only one"""
         if self.zero.reduces_in_ops:
@@ -123,7 +123,7 @@ class LayerCollectives:
             return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), sums, gradients)
         return jax.tree.map(lambda a, g: a.at[i].add(g.astype(a.dtype)), sums, gradients)
 
-    def added(self, sums, gradients, i: Number) -> Any:
+    def added(self, sums, gradients, i: LayerNumber) -> Any:
         """Layer i's gradients and its sums in the stack `sums`: one layer's arrays, in the type of
         the sums."""
         return jax.tree.map(
@@ -132,7 +132,7 @@ class LayerCollectives:
 
 
 # A range's bounds on this stage: its first layer, and the number after its last one.
-RangeBounds = dict[LayerRange, tuple[Number, Number]]
+RangeBounds = dict[LayerRange, tuple[LayerNumber, LayerNumber]]
 
 
 def bounds_on_stage(ranges: Sequence[LayerRange], counts: Sequence[int], stage) -> RangeBounds:
@@ -162,14 +162,14 @@ class Loop:
     """
 
     layers: LayerRange
-    begin: Number
-    end: Number
-    start: Number
-    stop: Number
+    begin: LayerNumber
+    end: LayerNumber
+    start: LayerNumber
+    stop: LayerNumber
     reverse: bool = False
     peeled: bool = False
 
-    def layer(self, trip: Number) -> Number:
+    def layer(self, trip: LayerNumber) -> LayerNumber:
         return self.end - 1 - trip if self.reverse else self.begin + trip
 
     def run(self, step: Callable, carry):
@@ -211,7 +211,9 @@ def plan_loops(
 # --- two ways to run it ---------------------------------------------------------------------------
 
 
-def run_loops(loops: Sequence[Loop], body: LayerBody, parameters: Callable[[Number], Any], carry):
+def run_loops(
+    loops: Sequence[Loop], body: LayerBody, parameters: Callable[[LayerNumber], Any], carry
+):
     """carry = body(range, i, parameters(i), carry) for each layer i."""
     for loop in loops:
         step = lambda i, carry, layers=loop.layers: body(layers, i, parameters(i), carry)
@@ -220,7 +222,7 @@ def run_loops(loops: Sequence[Loop], body: LayerBody, parameters: Callable[[Numb
 
 
 def run_loops_gathering(
-    loops: Sequence[Loop], body: LayerBody, gathered: Callable[[Number], Any], carry
+    loops: Sequence[Loop], body: LayerBody, gathered: Callable[[LayerNumber], Any], carry
 ):
     """The same, where gathered(i) has collectives: each layer's trip begins with the gathers of the
     next layer, so that they overlap with this layer's products."""
@@ -234,6 +236,7 @@ def run_loops_gathering(
 
         def step(i, state, layers=loop.layers, is_last=is_last):
             parameters, carry = state
+            # Before the body, which does not depend on it: so XLA may start the gather first.
             following = None if is_last else gathered(i + way)
             return following, body(layers, i, parameters, carry)
 
@@ -241,7 +244,7 @@ def run_loops_gathering(
     return state[1]
 
 
-def run_trips(start: Number, stop: Number, step: Callable, carry):
+def run_trips(start: LayerNumber, stop: LayerNumber, step: Callable, carry):
     """`lax.fori_loop`, without a loop for a number of trips that is known to be 0 or 1."""
     # XLA fuses and reorders nothing across a loop's border, so one known trip stands outside.
     if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
@@ -249,9 +252,9 @@ def run_trips(start: Number, stop: Number, step: Callable, carry):
     return lax.fori_loop(start, stop, step, carry)
 
 
-def smaller(a: Number, b: Number) -> Number:
+def smaller(a: LayerNumber, b: LayerNumber) -> LayerNumber:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
-def larger(a: Number, b: Number) -> Number:
+def larger(a: LayerNumber, b: LayerNumber) -> LayerNumber:
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)

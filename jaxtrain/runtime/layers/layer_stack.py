@@ -24,10 +24,10 @@ from jaxtrain.runtime.layers.backward_split import LayerOp, Residuals
 from jaxtrain.runtime.layers.interleave import TracedOp, side_by_side
 from jaxtrain.runtime.layers.layer_loops import (
     LayerBody,
-    LayerCollectives,
+    LayerNumber,
     LayerRange,
     Loop,
-    Number,
+    UnitCollectives,
     bounds_on_stage,
     plan_loops,
     run_loops,
@@ -41,7 +41,7 @@ from jaxtrain.schedule.slots import TickSlots
 # The scopes of layers of R that go by twos, and of the last of an odd number. The planner counts
 # trips by them (planner/programs/loops.py).
 PAIRS_OF_R, REST_OF_R = "pairs_of_r", "rest_of_r"
-WITHOUT_ZERO = LayerCollectives()
+WITHOUT_ZERO = UnitCollectives()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class LayerSlots:
     """
 
     layers: LayerRange
-    layer: Number
+    layer: LayerNumber
     slots: TickSlots
     most: int
 
@@ -114,7 +114,7 @@ class LayerSlots:
         ]
         return dataclasses.replace(pools, **{pool: arrays})
 
-    def _index(self, pool: str) -> Number:
+    def _index(self, pool: str) -> LayerNumber:
         # An array of a pool has one dimension for slots and layers (`state_plan.pool_arrays`).
         return getattr(self.slots, pool) * self.most + self.layer - self.layers.begin
 
@@ -145,7 +145,7 @@ class LayerStack:
         placement: Placement,
         unit: int,
         stage,
-        collectives: LayerCollectives = WITHOUT_ZERO,
+        collectives: UnitCollectives = WITHOUT_ZERO,
         extra_of_layer: Callable | None = None,
     ):
         self.unit = str(unit)
@@ -182,15 +182,15 @@ class LayerStack:
 
     # ------------------------------------------------------------------ what each layer gets
 
-    def extra(self, extra, i: Number):
+    def extra(self, extra, i: LayerNumber):
         """What layer i reads beside its input."""
         return self._extra_of_layer(extra, self._numbers[i]) if self._extra_of_layer else extra
 
-    def parameters(self, params, i: Number, op: LayerOp):
+    def parameters(self, params, i: LayerNumber, op: LayerOp):
         """Layer i's parameters, gathered where the op reads them."""
         return self._collectives.parameters(params, i, functools.partial(self._reads, op))
 
-    def slots(self, layers: LayerRange, i: Number, slots: TickSlots) -> LayerSlots:
+    def slots(self, layers: LayerRange, i: LayerNumber, slots: TickSlots) -> LayerSlots:
         """The slots of layer i, which is in this range."""
         return LayerSlots(layers, i, slots, layers.most(self._sizes))
 
@@ -249,7 +249,7 @@ class LayerStack:
             whose output takes the place of the unit's
         """
 
-        def body(layers: LayerRange, i: Number, p, carry):
+        def body(layers: LayerRange, i: LayerNumber, p, carry):
             x, pools = carry
             if op == "F" and layers.recomputed:
                 y, residuals = layers.split.layer(p, x, self.extra(extra, i)), None
@@ -271,15 +271,15 @@ class LayerStack:
         computes."""
         op = LayerOp.RECOMPUTE
 
-        def recompute(layers: LayerRange, i: Number, p) -> TracedOp:
+        def recompute(layers: LayerRange, i: LayerNumber, p) -> TracedOp:
             x = self.slots(layers, i, slots).layer_input(pools)
             return layers.split.recompute(p, x, self.extra(extra, i))
 
-        def body(layers: LayerRange, i: Number, p, written: Pools) -> Pools:
+        def body(layers: LayerRange, i: LayerNumber, p, written: Pools) -> Pools:
             residuals = recompute(layers, i, p).run()
             return self.slots(layers, i, slots).with_residuals(written, residuals)
 
-        def pair(layers: LayerRange, begin: Number, j: Number, written: Pools) -> Pools:
+        def pair(layers: LayerRange, begin: LayerNumber, j: LayerNumber, written: Pools) -> Pools:
             numbers = begin + 2 * j, begin + 2 * j + 1
             ops = (recompute(layers, i, self.parameters(params, i, op)) for i in numbers)
             for i, residuals in zip(numbers, side_by_side(*ops), strict=True):
@@ -313,7 +313,7 @@ class LayerStack:
         gradient g of its output."""
         op = LayerOp.INPUT_GRADIENT
 
-        def body(layers: LayerRange, i: Number, p, carry):
+        def body(layers: LayerRange, i: LayerNumber, p, carry):
             g, written = carry
             of_layer = self.slots(layers, i, slots)
             residuals = of_layer.residuals(pools)
@@ -330,7 +330,7 @@ class LayerStack:
         """`sums` + the gradients of the parameters."""
         op = LayerOp.WEIGHT_GRADIENT
 
-        def body(layers: LayerRange, i: Number, p, sums):
+        def body(layers: LayerRange, i: LayerNumber, p, sums):
             of_layer = self.slots(layers, i, slots)
             gradients = of_layer.weight_gradient(p, self.extra(extra, i), pools)
             return self._collectives.add(sums, gradients, i, self._is_single)
@@ -345,11 +345,11 @@ class LayerStack:
         can_wait = len(self._ranges) == 1 and all(self._counts_of_unit) and not self._is_single
         late = can_wait and self._collectives.reduce_late
 
-        def with_reduced(shards, total, i: Number):
+        def with_reduced(shards, total, i: LayerNumber):
             reduced = self._collectives.reduced(total)
             return jax.tree.map(lambda a, g: a.at[i].set(g.astype(a.dtype)), shards, reduced)
 
-        def body(layers: LayerRange, i: Number, p, carry):
+        def body(layers: LayerRange, i: LayerNumber, p, carry):
             shards, *waiting = carry  # waiting: the total of the layer before, where late
             of_layer = self.slots(layers, i, slots)
             gradients = of_layer.weight_gradient(p, self.extra(extra, i), pools)
@@ -378,7 +378,7 @@ class LayerStack:
             y, values = layers.split.output_and_residuals(p, x, self.extra(extra, 0))
             return y, [jax.tree.map(lambda value: value[None], values)]
 
-        def body(layers: LayerRange, i: Number, p, carry):
+        def body(layers: LayerRange, i: LayerNumber, p, carry):
             x, saved = carry
             y, values = layers.split.output_and_residuals(p, x, self.extra(extra, i))
             number, at = self._ranges.index(layers), i - layers.begin
@@ -403,7 +403,7 @@ class LayerStack:
         add = functools.partial(self._collectives.add, is_single=self._is_single)
         saved_of = dict(zip(self._ranges, saved, strict=True))
 
-        def body(layers: LayerRange, i: Number, p, carry):
+        def body(layers: LayerRange, i: LayerNumber, p, carry):
             g, sums, *waiting = (
                 carry  # waiting: the gradients of the layer before, where it is late
             )

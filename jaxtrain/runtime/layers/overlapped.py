@@ -25,8 +25,8 @@ from jax import lax
 from jaxtrain.runtime.layers.backward_split import LayerOp, Residuals
 from jaxtrain.runtime.layers.interleave import TracedOp, side_by_side
 from jaxtrain.runtime.layers.layer_loops import (
+    LayerNumber,
     LayerRange,
-    Number,
     RangeBounds,
     larger,
     run_trips,
@@ -61,7 +61,7 @@ class Forward:
     extra: Any
     slots: TickSlots
 
-    def layer(self, layers: LayerRange, i: Number, x: jax.Array) -> TracedOp:
+    def layer(self, layers: LayerRange, i: LayerNumber, x: jax.Array) -> TracedOp:
         """Layer i, from its input x. Its result: (its output, its residuals or None)."""
         # Parameters are gathered as by an F or K on its own: an F gathers all of them, since some
         # of the unit's layers may run as they are written.
@@ -73,7 +73,12 @@ class Forward:
         return layers.split.forward(layer_op, p, x, self.stack.extra(self.extra, i))
 
     def with_saved(
-        self, layers: LayerRange, i: Number, x: jax.Array, residuals: Residuals | None, pools: Pools
+        self,
+        layers: LayerRange,
+        i: LayerNumber,
+        x: jax.Array,
+        residuals: Residuals | None,
+        pools: Pools,
     ) -> Pools:
         of_layer = self.stack.slots(layers, i, self.slots)
         return of_layer.with_saved(pools, self.op, x, residuals)
@@ -95,13 +100,15 @@ class Backward:
     slots: TickSlots
     g: jax.Array
 
-    def layer(self, layers: LayerRange, i: Number, residuals: Residuals, g: jax.Array) -> TracedOp:
+    def layer(
+        self, layers: LayerRange, i: LayerNumber, residuals: Residuals, g: jax.Array
+    ) -> TracedOp:
         """Layer i, from the gradient g of its output. Its result: (the gradient of its input, its
         weight stash)."""
         p = self.stack.parameters(self.params, i, LayerOp.INPUT_GRADIENT)
         return layers.split.backward(p, self.stack.extra(self.extra, i), residuals, g)
 
-    def slots_of(self, layers: LayerRange, i: Number) -> LayerSlots:
+    def slots_of(self, layers: LayerRange, i: LayerNumber) -> LayerSlots:
         return self.stack.slots(layers, i, self.slots)
 
 
@@ -114,8 +121,8 @@ class PairLoop:
 
     f: LayerRange | None
     b: LayerRange | None
-    start: Number
-    stop: Number
+    start: LayerNumber
+    stop: LayerNumber
 
 
 def plan_pairs(f_bounds: RangeBounds, b_bounds: RangeBounds) -> list[PairLoop]:
@@ -153,7 +160,7 @@ def forward_and_input_gradient(
     b_count = list(b_ranges.values())[-1][1] if b_ranges else 0
     layer_of_b = lambda trip: b_count - 1 - trip
 
-    def both(f: LayerRange, b: LayerRange, trip: Number, carry: _PairCarry) -> _PairCarry:
+    def both(f: LayerRange, b: LayerRange, trip: LayerNumber, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry
         b_slots = backward.slots_of(b, layer_of_b(trip))
         # F writes a pool that B reads. Without the barrier XLA may put the read after the write,
@@ -165,12 +172,12 @@ def forward_and_input_gradient(
         pools = forward.with_saved(f, trip, x, saved, pools)
         return y, g, b_slots.with_weight_stash(pools, stash)
 
-    def f_alone(f: LayerRange, trip: Number, carry: _PairCarry) -> _PairCarry:
+    def f_alone(f: LayerRange, trip: LayerNumber, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry
         y, saved = forward.layer(f, trip, x).run()
         return y, g, forward.with_saved(f, trip, x, saved, pools)
 
-    def b_alone(b: LayerRange, trip: Number, carry: _PairCarry) -> _PairCarry:
+    def b_alone(b: LayerRange, trip: LayerNumber, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry
         b_slots = backward.slots_of(b, layer_of_b(trip))
         residuals = b_slots.residuals(pools)
