@@ -74,8 +74,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
-    from jaxtrain import cli
-    from jaxtrain import config as configs
+    from jaxtrain import cli, config as configs
     from jaxtrain.config.rules.mesh_rules import on_mesh
     from jaxtrain.devices.startup import set_xla_flags
 

@@ -66,8 +66,7 @@ def compiled(vocabulary: int, flags: list[str]) -> None:
     """Prints the memory of compiled steps of a narrow model."""
     import jax
 
-    from jaxtrain import cli
-    from jaxtrain import config as configs
+    from jaxtrain import cli, config as configs
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.training.step import make_step
 

@@ -209,7 +209,9 @@ def check_flags(flags: types.SimpleNamespace) -> None:
     if flags.context > 1 and device_count(flags) > MOST_CPU_DEVICES:
         raise UsageError(
             f"{split_flags(flags)} is more than {MOST_CPU_DEVICES} devices",
-            {"context": max(1, SIMULATED_DEVICES // flags.model)},  # so many start in seconds
+            {
+                "context": max(1, SIMULATED_DEVICES // flags.model)
+            },  # SIMULATED_DEVICES start in seconds
         )
     if 0 < flags.cpu_devices < device_count(flags):
         raise UsageError(

@@ -10,8 +10,7 @@ import difflib
 import math
 import types
 
-from jaxtrain import cli
-from jaxtrain import config as cfg
+from jaxtrain import cli, config as cfg
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.schedule import by_name
 from jaxtrain.schedule.clocks.times import Times

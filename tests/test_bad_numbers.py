@@ -13,8 +13,7 @@ import signal
 import socket
 
 import pytest
-from support import ROOT
-from support import train_runs as runs
+from support import ROOT, train_runs as runs
 from support.train_runs import settings
 
 from jaxtrain.run.exit_status import ExitStatus

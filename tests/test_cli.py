@@ -14,9 +14,7 @@ import pytest
 from jaxlib import xla_client
 from support import ROOT
 
-from jaxtrain import __version__, cli
-from jaxtrain import config as cfg
-from jaxtrain import train_command as train
+from jaxtrain import __version__, cli, config as cfg, train_command as train
 from jaxtrain.checkpoint import steps
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe

@@ -22,10 +22,14 @@ from by_hand import try_docs
 from support import ROOT
 from support.hf_models import CONFIGS
 
-from jaxtrain import cli, convert, launch
-from jaxtrain import generate_command as generate
-from jaxtrain import show_schedule as schedule_command
-from jaxtrain import train_command as train
+from jaxtrain import (
+    cli,
+    convert,
+    generate_command as generate,
+    launch,
+    show_schedule as schedule_command,
+    train_command as train,
+)
 from jaxtrain.__main__ import COMMANDS
 from jaxtrain.checkpoint import __main__ as checkpoint_command
 from jaxtrain.config import Config, fields

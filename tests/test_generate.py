@@ -22,9 +22,7 @@ from support import ROOT, small
 from support.damage import damage_numbers
 from support.plain_model import plain_model
 
-from jaxtrain import cli
-from jaxtrain import config as configs
-from jaxtrain import generate_command as generate
+from jaxtrain import cli, config as configs, generate_command as generate
 from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import load_parameters

@@ -7,8 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from support import ROOT
-from support import train_runs as runs
+from support import ROOT, train_runs as runs
 from support.hf_models import CONFIGS, llama_tensors, write_llama
 
 from jaxtrain import convert

@@ -15,8 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support import ROOT
 
-from jaxtrain import __main__ as command
-from jaxtrain import __version__
+from jaxtrain import __main__ as command, __version__
 
 FILES = [
     path

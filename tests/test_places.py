@@ -16,9 +16,7 @@ import jax
 import pytest
 from support import ROOT
 
-from jaxtrain import config as configs
-from jaxtrain import places
-from jaxtrain import train_command as train
+from jaxtrain import config as configs, places, train_command as train
 from jaxtrain.checkpoint import manifest
 from jaxtrain.config import Config, flags
 from jaxtrain.devices import cluster

@@ -16,8 +16,7 @@ import socket
 from collections.abc import Sequence
 
 import pytest
-from support import hardware_file
-from support import train_runs as runs
+from support import hardware_file, train_runs as runs
 from support.damage import damage_numbers
 from support.processes import assert_gone, children, process_of_run
 from support.train_runs import assert_same_trajectory, settings

@@ -7,8 +7,7 @@ import pathlib
 
 import pytest
 
-from jaxtrain import config as configs
-from jaxtrain import replay
+from jaxtrain import config as configs, replay
 from jaxtrain.replay import Recorded, ReplayError, batches_of, refuse_unknown_step
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.training.update.optimizer import learning_rate

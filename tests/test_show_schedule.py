@@ -17,8 +17,7 @@ import pytest
 from by_hand.fuzz_configs import suggested
 from support import ROOT
 
-from jaxtrain import cli, schedule_flags
-from jaxtrain import show_schedule as schedule
+from jaxtrain import cli, schedule_flags, show_schedule as schedule
 from jaxtrain.config.flags import read_flags, settled
 from jaxtrain.schedule.by_name import NAMES
 from jaxtrain.schedule.orders import SCHEDULES

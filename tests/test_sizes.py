@@ -10,8 +10,7 @@ import shutil
 
 import numpy as np
 import pytest
-from support import matrix
-from support import train_runs as runs
+from support import matrix, train_runs as runs
 from support.train_runs import settings
 
 from jaxtrain.run.metrics import read_metrics

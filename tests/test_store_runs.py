@@ -5,8 +5,7 @@ import os
 import time
 
 import pytest
-from support import object_store
-from support import train_runs as runs
+from support import object_store, train_runs as runs
 from support.train_runs import settings
 
 from jaxtrain.run.exit_status import ExitStatus

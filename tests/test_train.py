@@ -20,13 +20,11 @@ import time
 
 import pytest
 from etils import epath
-from support import hardware_file, small
-from support import train_runs as runs
+from support import hardware_file, small, train_runs as runs
 from support.damage import damage_numbers
 from support.train_runs import settings
 
-from jaxtrain import cli
-from jaxtrain import generate_command as generate
+from jaxtrain import cli, generate_command as generate
 from jaxtrain.checkpoint.retention import read_losses
 from jaxtrain.config.flags import read_flags
 from jaxtrain.run.exit_status import ExitStatus

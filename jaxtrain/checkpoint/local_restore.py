@@ -29,8 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxtrain.checkpoint.local import DamagedError, ShardBytes, files_of, read_index, read_shard
 from jaxtrain.checkpoint.regions import Leaf, Shard, Shards

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 from absl import flags as absl_flags
 from ml_collections import ConfigDict, config_flags
 
-from jaxtrain import __version__
-from jaxtrain import config as cfg
+from jaxtrain import __version__, config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.errors import PLACEHOLDER, UsageError, nearly, unfilled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe

@@ -140,7 +140,7 @@ def open_weights(published: Published, config: FilledConfig) -> PublishedWeights
         if name.removeprefix(prefix) in folder
     }
     weights = PublishedWeights(published, folder, rules, tensors, copies, arrays, prefix)
-    _check_names(weights, tuple(f"{module}." for module in left_out))
+    _check_headers(weights, tuple(f"{module}." for module in left_out))
     return weights
 
 
@@ -152,9 +152,9 @@ def open_together(config: ResolvedConfig) -> PublishedWeights:
     )
 
 
-def _check_names(weights: PublishedWeights, left_out: tuple[str, ...]) -> None:
-    """Raises HfError for a tensor that is missing, wrong by its header, or too many. left_out: the
-    beginnings of names of tensors that the run does not want"""
+def _check_headers(weights: PublishedWeights, left_out: tuple[str, ...]) -> None:
+    """Raises HfError for a tensor that is missing, wrong by its header, or that no parameter is for.
+    left_out: the beginnings of names of tensors that the run does not want"""
     folder, known = weights.folder, set()
     family, block = weights.published.family, weights.published.block
     for tensor in weights.tensors:

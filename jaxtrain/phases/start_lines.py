@@ -12,8 +12,7 @@ from jaxtrain.checkpoint.resuming import StartPoint
 from jaxtrain.config import ResolvedConfig, TrainConfig, kernels
 from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
-from jaxtrain.devices import cluster
-from jaxtrain.devices import mesh as meshes
+from jaxtrain.devices import cluster, mesh as meshes
 from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.planner.for_training import plan_at_hand
 from jaxtrain.run.wall_clock import Phase, WallClock

@@ -31,8 +31,11 @@ def saved_fractions(remat: str, sizes: Sequence[int]) -> tuple[float, ...]:
 
 
 def complete_times(known: KnownTimes | None, model: Model, stages: int, recomputes: bool) -> Times:
-    """The op times that are known; the others follow from the model's sizes, and so do all, with
-    F = 1, where none are known. recomputes: there are Rs"""
+    """The times of all ops. Of those that are not known, R, head and embedding follow from F and
+    the model's sizes; the others are 0. With `known` None, F = B = W = 1 and a message is MESSAGE.
+
+    recomputes: there are ops R. A pipeline of one stage has none
+    """
     if known is None:
         known = KnownTimes(F=1.0, B=1.0, W=1.0, message=MESSAGE)
     # All below in times of F: a stage's forward takes time in proportion to its parameters that

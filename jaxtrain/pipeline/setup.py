@@ -149,7 +149,8 @@ class Setup:
 
 def times_of(config: ResolvedConfig) -> Times:
     """The op times of a config: its `pipeline.times`; or those planned for `train.hardware`, in ms;
-    or those that follow from the model's sizes, with F = 1. Raises HardwareError."""
+    or, where none are known, F = B = W = 1 and the others from the model's sizes. Raises
+    HardwareError."""
     pipeline, stages, known = config.pipeline, config.mesh.stage, config.pipeline.times
     if not known and stages > 1 and config.train.hardware:
         known = op_times(config, load(config.train.hardware))

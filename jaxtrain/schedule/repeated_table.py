@@ -63,9 +63,9 @@ def repeated(
 
 
 def same_sums(several: Table, one: Table) -> bool:
-    """True if the ops that add to the embedding table's gradient where it is tied to the head, the
-    heads and the embedding's gradients, have the order in each step that they have in a table of
-    that one step."""
+    """True if each step of `several` has its heads and embedding's gradients in the order of `one`.
+    Where embedding and head are tied, both add to one array, and another order rounds otherwise.
+    """
 
     def order(table: Table) -> list[tuple[int, int]]:
         """(microbatch, 0 for its head and 1 for its embedding's gradient) of each op."""

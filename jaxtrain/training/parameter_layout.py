@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxtrain.config import OptimizerConfig, PrecisionConfig, ResolvedModel
 from jaxtrain.config.optimizers import OPTIMIZERS

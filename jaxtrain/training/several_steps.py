@@ -82,9 +82,12 @@ class StepsTogether:
         return lax.fori_loop(accepted_steps, end, step_alone, (after, metrics))
 
     def run(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics, jax.Array]:
-        """The state after the steps before the first one that should be clipped or skipped, the
-        metrics [steps], which are those of the accepted steps alone, and the number of accepted
-        steps. batch: of all steps, [steps · microbatches, sequences, T]"""
+        """Returns (the state, metrics [steps], accepted). `accepted` is the number of steps before
+        the first one that should be clipped or skipped. The state is the one after these steps;
+        the metrics of later steps are wrong.
+
+        batch: the microbatches of all steps, [steps · microbatches, sequences, T]
+        """
         layout = self.one.layout
         # The table updates each data shard's part of the parameters, as the update of one step does
         # it; ops read the gathered ones.

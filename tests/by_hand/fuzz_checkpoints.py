@@ -44,8 +44,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax  # noqa: E402, F401 (the path comes first)
 from etils import epath  # noqa: E402
 
-from jaxtrain.checkpoint import __main__ as command  # noqa: E402
-from jaxtrain.checkpoint import manifest, steps  # noqa: E402
+from jaxtrain.checkpoint import (  # noqa: E402
+    __main__ as command,
+    manifest,
+    steps,
+)
 from jaxtrain.checkpoint.manifest import DatabaseError, ManifestError  # noqa: E402
 from jaxtrain.checkpoint.resuming import choose_together  # noqa: E402
 from jaxtrain.config.errors import UsageError  # noqa: E402

@@ -22,11 +22,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from by_hand import fuzz_configs
-from jaxtrain import config as cfg
-from jaxtrain import generate_command as generate
-from jaxtrain import launch
-from jaxtrain import show_schedule as schedule
-from jaxtrain import train_command as train
+from jaxtrain import (
+    config as cfg,
+    generate_command as generate,
+    launch,
+    show_schedule as schedule,
+    train_command as train,
+)
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.planner.command import main as plan

@@ -16,9 +16,7 @@ import shlex
 import threading
 from typing import Any
 
-from jaxtrain import cli
-from jaxtrain import config as cfg
-from jaxtrain import train_command as train
+from jaxtrain import cli, config as cfg, train_command as train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags
 from jaxtrain.config.recipes import load_recipe

@@ -42,11 +42,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 
 # Whatever a command needs is imported once, and no device is started: forks have no threads.
-from jaxtrain import convert  # noqa: E402
-from jaxtrain import generate_command as generate  # noqa: E402
-from jaxtrain import train_command as train  # noqa: E402
-from jaxtrain.checkpoint import __main__ as checkpoint  # noqa: E402
-from jaxtrain.checkpoint import manager, restoring  # noqa: E402, F401
+from jaxtrain import (
+    convert,
+    generate_command as generate,
+    train_command as train,
+)
+from jaxtrain.checkpoint import (  # noqa: E402, F401
+    __main__ as checkpoint,
+    manager,
+    restoring,
+)
 from jaxtrain.generation import sampling  # noqa: E402, F401
 from jaxtrain.hf import importing  # noqa: E402, F401
 from jaxtrain.planner.command import main as plan  # noqa: E402

@@ -11,8 +11,7 @@ import signal
 import time
 
 import pytest
-from support import ROOT
-from support import train_runs as runs
+from support import ROOT, train_runs as runs
 from support.chaos import launched
 from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings

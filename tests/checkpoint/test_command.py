@@ -18,8 +18,7 @@ from support import ROOT, small
 from support.damage import damage_numbers
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint import __main__ as command
-from jaxtrain.checkpoint import manifest, reading, retention, steps, stores
+from jaxtrain.checkpoint import __main__ as command, manifest, reading, retention, steps, stores
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.run import streams

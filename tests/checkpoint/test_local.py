@@ -11,8 +11,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from support.checkpoint_processes import run_together
 from support.checkpoint_state import Layout, assert_same, shards_of, state
 

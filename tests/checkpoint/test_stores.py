@@ -19,8 +19,7 @@ from support.checkpoint_state import (
 )
 
 from jaxtrain import generate_command as generate
-from jaxtrain.checkpoint import __main__ as command
-from jaxtrain.checkpoint import manifest, saving, steps, stores
+from jaxtrain.checkpoint import __main__ as command, manifest, saving, steps, stores
 from jaxtrain.checkpoint.steps import CheckpointError, choose, step_numbers
 from jaxtrain.config import addresses
 

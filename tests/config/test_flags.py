@@ -9,17 +9,20 @@ import types
 import pytest
 from by_hand.fuzz_configs import suggested
 
-from jaxtrain import cli, convert, launch
-from jaxtrain import config as cfg
-from jaxtrain import generate_command as generate
-from jaxtrain import show_schedule as schedule
-from jaxtrain import train_command as train
+from jaxtrain import (
+    cli,
+    config as cfg,
+    convert,
+    generate_command as generate,
+    launch,
+    show_schedule as schedule,
+    train_command as train,
+)
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags, setting_value, settled
 from jaxtrain.config.rules.checks import field_violation
-from jaxtrain.planner.command import calibrate
-from jaxtrain.planner.command import main as plan
+from jaxtrain.planner.command import calibrate, main as plan
 from jaxtrain.planner.programs import compile_check
 from jaxtrain.run.exit_status import RunError
 

@@ -4,8 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxtrain.data.document_packing import Sequences
 from jaxtrain.data.split import make_stream, split

@@ -20,8 +20,7 @@ import pytest
 import tokenizers
 
 from jaxtrain.config.sources import Source
-from jaxtrain.data import cache as caches
-from jaxtrain.data import encode, tokens
+from jaxtrain.data import cache as caches, encode, tokens
 from jaxtrain.data.reading import compressed, documents, json_text
 from jaxtrain.data.reading.records import File
 from jaxtrain.data.tokenizer import ByteTokenizer, tokenizer_from

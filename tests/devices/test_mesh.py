@@ -7,8 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import (

@@ -10,8 +10,7 @@ import jax
 import pytest
 from support import ROOT
 
-from jaxtrain import cli
-from jaxtrain import train_command as train
+from jaxtrain import cli, train_command as train
 from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import ClusterError
 from jaxtrain.run import streams

@@ -8,8 +8,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxtrain.devices import state_file, state_stream
 from jaxtrain.devices.mesh import make_mesh

@@ -11,8 +11,7 @@ from support.plain_loop import assert_same, gradients, reference
 from support.small import Case
 
 from jaxtrain.devices.mesh import BATCH_AXES, MANUAL_AXES, STAGE, make_mesh
-from jaxtrain.models import grouped_query as models_attention
-from jaxtrain.models import rotary
+from jaxtrain.models import grouped_query as models_attention, rotary
 from jaxtrain.parallel.attention import causal
 from jaxtrain.parallel.attention.heads import by_heads, heads_first
 

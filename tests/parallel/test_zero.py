@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxtrain.devices.mesh import AXES, MANUAL_AXES, MODEL, SUM_AXES, make_mesh
 from jaxtrain.parallel.zero import ParameterArray, reduce, reduction_of

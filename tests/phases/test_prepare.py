@@ -7,8 +7,7 @@ import jax
 import pytest
 from support import small
 
-from jaxtrain import loop, replay
-from jaxtrain import train_command as train
+from jaxtrain import loop, replay, train_command as train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster

@@ -10,8 +10,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
-from jaxtrain.pipeline.run_checks import LARGE, default_corpus_notes
-from jaxtrain.pipeline.run_checks import RULES as RUN_RULES
+from jaxtrain.pipeline.run_checks import LARGE, RULES as RUN_RULES, default_corpus_notes
 
 
 def test_files(tmp_path):

@@ -15,8 +15,7 @@ from support.small import nbytes, normal
 
 from jaxtrain.config.kernels import TargetDevice
 from jaxtrain.devices.mesh import AXES, make_mesh
-from jaxtrain.models import grouped_query as models_attention
-from jaxtrain.models import rotary, transformer
+from jaxtrain.models import grouped_query as models_attention, rotary, transformer
 from jaxtrain.parallel.attention import blockwise, causal
 from jaxtrain.runtime.layers.backward_split import (
     LayerOp,

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from support import plain_loop, small
 from support.pipeline_tables import random_table
 

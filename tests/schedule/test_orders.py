@@ -10,8 +10,7 @@ from jaxtrain.schedule.by_name import NAMES, check_repeats, make_forward_table, 
 from jaxtrain.schedule.clocks.simulate import simulate
 from jaxtrain.schedule.clocks.times import Times
 from jaxtrain.schedule.files.table_csv import to_csv
-from jaxtrain.schedule.orders import StageTimes, closed_forms
-from jaxtrain.schedule.orders import stage_orders as orders
+from jaxtrain.schedule.orders import StageTimes, closed_forms, stage_orders as orders
 from jaxtrain.schedule.packing import Tasks, pack_into_ticks
 from jaxtrain.schedule.placement import PLACEMENTS
 from jaxtrain.schedule.table import Op, TableShape, peak_residuals

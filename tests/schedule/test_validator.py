@@ -6,8 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.pipeline_tables import broken, execute, grid, random_overlapped_table, random_table
 
 from jaxtrain.schedule.by_name import make_table

@@ -10,8 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.manager import Checkpointer

@@ -9,8 +9,7 @@ import json
 import pathlib
 from unittest import mock
 
-from jaxtrain import cli, loop
-from jaxtrain import train_command as train
+from jaxtrain import cli, loop, train_command as train
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import on_mesh
 from jaxtrain.phases import prepare

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain import BEGAN
-from jaxtrain import train_command as train
+from jaxtrain import BEGAN, train_command as train
 from jaxtrain.run import streams
 
 # Moment → (module, name) of a function that is called then.

@@ -4,8 +4,7 @@
 import sys
 import time
 
-from jaxtrain import BEGAN
-from jaxtrain import train_command as train
+from jaxtrain import BEGAN, train_command as train
 from jaxtrain.data import loader
 from jaxtrain.data.loader import Batch, Loader
 

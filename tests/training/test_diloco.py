@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from support import plain_loop, small
 from support.crossing import across, bytes_sent
 from support.small import Case

@@ -242,7 +242,8 @@ class ModelConfig:
 
     def resolve(self, sequence_length: int) -> "ResolvedModel":
         """This model with its dependent defaults filled in, and biases in the order of BIASED. The
-        sizes of latents become 0 without latent attention, rotary_dim with it.
+        settings of latent attention become 0 for grouped-query attention, and rotary_dim becomes 0
+        for latent attention.
 
         sequence_length: of the training, in tokens
         """

@@ -24,8 +24,7 @@ from jaxtrain.config import (
     value_text,
 )
 from jaxtrain.config.kernels import QUANTIZED, TPU
-from jaxtrain.config.learning_rates import LEARNING_RATES
-from jaxtrain.config.learning_rates import READS as LEARNING_RATES_READ
+from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.config.rules.model_rules import OF_EXPERTS

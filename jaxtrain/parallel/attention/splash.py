@@ -32,8 +32,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+    splash_attention_mask_info as mask_info,
+)
 
 from jaxtrain.config.splash_backward import FUSED, MOST, STEP, block_size, splash_backward
 from jaxtrain.parallel.attention import splash_fused

@@ -147,18 +147,19 @@ def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
     """
     q, k, v, g, lse, delta = arrays
     segments, before = pairs.segments, query_sum.before
-    batch, x, y = pairs.run_BXY.shape
+    batch, blocks_q, blocks_k = pairs.run_BXY.shape
     group, bq, bk, keys = len(q) // len(k), pairs.queries, pairs.keys, pairs.key_tokens
     info = pairs.by_queries()
-    steps = [a[0].reshape(-1).astype(jnp.int32) for a in (info.data_next, info.block_mask)]
+    # of each step: its block of keys, counted through the batch, and whether it is computed
+    prefetched = [a[0].reshape(-1).astype(jnp.int32) for a in (info.data_next, info.block_mask)]
 
-    # For each step (h, b, n, i, j) of the grid, the block of each operand. Keys and values are
-    # those of the next pair that is computed: for a step that is not, the kernel fetches a block
-    # that it will need, or still has it.
-    of_query = lambda h, b, n, i, j, *_: (h * group + n, b * x + i, 0)
-    row = lambda h, b, n, i, j, *_: (h * group + n, 0, b * x + i)
-    shared_row = lambda h, b, n, i, j, *_: (0, b * x + i)
-    fetched = lambda fetch, b, i, j: fetch[(b * x + i) * y + j]
+    # Which block of each operand a step of the grid has. h: key/value head, b: sequence, n: query
+    # head of h, i: block of queries, j: block of keys. A step that is not computed has the keys and
+    # values of the next one that is: the kernel fetches what it will need, or still has it.
+    of_query = lambda h, b, n, i, j, *_: (h * group + n, b * blocks_q + i, 0)
+    row = lambda h, b, n, i, j, *_: (h * group + n, 0, b * blocks_q + i)
+    shared_row = lambda h, b, n, i, j, *_: (0, b * blocks_q + i)
+    fetched = lambda fetch, b, i, j: fetch[(b * blocks_q + i) * blocks_k + j]
     of_key = lambda h, b, n, i, j, fetch, *_: (h, fetched(fetch, b, i, j), 0)
     column = lambda h, b, n, i, j, fetch, *_: (fetched(fetch, b, i, j), 0)
 
@@ -189,7 +190,7 @@ def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(len(k), batch, group, x, y),
+            grid=(len(k), batch, group, blocks_q, blocks_k),
             in_specs=in_specs,
             out_specs=(in_queries(q), in_memory, in_memory),
             scratch_shapes=sums,
@@ -202,4 +203,4 @@ def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", *("arbitrary",) * 4)),
         interpret=interpret,
         name=NAME.format(keys=keys),
-    )(*steps, *operands)
+    )(*prefetched, *operands)

@@ -70,7 +70,7 @@ def _times_matrices(
     outputs = weights_EIO.shape[1 if transposed else 2]
     tiles = _tiles(rows.shape[0], sizes_E.size, rows.shape[1], outputs, rows.dtype.itemsize)
     filled = sizes_E.sum()
-    # A grid of no tile is an error: without any row, group 0 gets an empty one.
+    # The kernel fails on a grid without tiles: if no row has a group, group 0 gets one row.
     nonempty_E = sizes_E.at[0].add((filled == 0).astype(sizes_E.dtype))
     out = gmm(
         rows,

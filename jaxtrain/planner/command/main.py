@@ -21,8 +21,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain import cli
-from jaxtrain import config as cfg
+from jaxtrain import cli, config as cfg
 from jaxtrain.config import kernels
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.recipes import recipe_text
@@ -277,7 +276,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: cfg.Config, recipe: cf
         )
     layout_search.check(space)
     values = layout_flag.read(flags.layout)
-    refused = lambda rule: _layout_of_groups(rule, space, groups, values, flags.hardware)
+    refused = lambda rule: _error_with_layout(rule, space, groups, values, flags.hardware)
     if not flags.layout:
         raise refused(
             f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, "
@@ -404,15 +403,18 @@ def _command(
     return " ".join(filter(None, words))
 
 
-def _layout_of_groups(
+def _error_with_layout(
     rule: str,
     space: layout_search.Space,
     groups: Sequence[heterogeneous.Group],
     values: layout_flag.Values,
     text_of_groups: str,
 ) -> cfg.UsageError:
-    """The error with the nearest layout over these groups that works, one that fits before others.
-    If none works, it has the devices of the first group alone."""
+    """The error `rule`, with a change that works: the layout over these groups that is nearest to
+    `values`, one that fits in memory if there is any; or else the first group's kind of device.
+
+    values: --layout as read; text_of_groups: --hardware as given
+    """
     working = []
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(cfg.UsageError, cfg.ConfigError):

@@ -207,7 +207,7 @@ class _Reading:
         elif name in PRODUCTS and in_attention(equation):
             self._add_core(equation)
         elif name == NAME:
-            self._name(equation)
+            self._name_products(equation)
         elif name == "rsqrt":
             self._norms.add(outputs[0])
         elif name in ("add", "mul") and len(tokens) == 2 and shape == self._stream:
@@ -300,9 +300,10 @@ class _Reading:
             if not self._in_attention(operand):
                 self._inner += math.prod(operand.aval.shape) / TOKENS
 
-    def _name(self, equation: Any) -> None:
-        """Gives the name of a value to the products that it is a sum of, without another name in
-        between."""
+    def _name_products(self, equation: Any) -> None:
+        """For an equation that names a value: gives this name to the products whose sum the value
+        is. The way back to them has linear equations alone and ends at another name. A product
+        keeps the first name that it gets."""
         todo, seen = [*variables(equation.invars)], set()
         while todo:
             value = todo.pop()

@@ -52,14 +52,14 @@ def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> Mapping[str, float]:
 def overlapped(
     seconds: Mapping[str, float], overlaps: Mapping[str, tuple[float, float]]
 ) -> TimeBreakdown:
-    """Communication by axis, in part hidden.
+    """Communication by mesh axis, or HOST, of which a part is hidden.
 
     overlaps: by axis, the fraction that can overlap with other work, and the seconds of that work
     """
     hidden = {
-        axis: part * min(seconds[axis], work)
-        for axis, (part, work) in overlaps.items()
-        if part and axis in seconds
+        axis: fraction * min(seconds[axis], work)
+        for axis, (fraction, work) in overlaps.items()
+        if fraction and axis in seconds
     }
     return TimeBreakdown({axis: s - hidden.get(axis, 0.0) for axis, s in seconds.items()}, hidden)
 

@@ -176,7 +176,9 @@ class Crossing:
 
 
 def plan_crossing(layer: FlatLayer, keep: KeepRule, cheap: frozenset[str]) -> Crossing:
-    """keep: what may cross from the forward to the backward; cheap: the primitives whose results an
+    """The values that F saves, and those that B leaves for W.
+
+    keep: what may cross from the forward to the backward; cheap: the primitives whose results an
     op makes once more from operands that have crossed"""
     # What the forward saves is decided first: all that the backward reads must come from it.
     saved = saved_values(layer, keep, cheap)

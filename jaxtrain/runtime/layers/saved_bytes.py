@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxtrain.config import PrecisionConfig, ResolvedModel
 from jaxtrain.config.saved_values import LAYER_INPUT, LayerBytes, names_of, names_on_host

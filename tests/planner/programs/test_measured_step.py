@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from support import hardware_file
 
 from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig, replace

@@ -5,8 +5,7 @@ import json
 import re
 
 import pytest
-from support import hardware_file
-from support import train_runs as runs
+from support import hardware_file, train_runs as runs
 
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import load_recipe

@@ -16,8 +16,7 @@ from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.search.predict import PlannedTable, with_op_times
-from jaxtrain.planner.step import memory as memory_of_step
-from jaxtrain.planner.step import saved
+from jaxtrain.planner.step import memory as memory_of_step, saved
 from jaxtrain.planner.step.memory import SlotCounts, memory
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.training.state import abstract_state, bytes_per_device

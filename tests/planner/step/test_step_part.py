@@ -11,8 +11,7 @@ from jaxtrain.config import ParallelConfig
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.step import memory as memory_of_step
-from jaxtrain.planner.step import other_frameworks, saved
+from jaxtrain.planner.step import memory as memory_of_step, other_frameworks, saved
 from jaxtrain.planner.step.layer_time import LayerTime, LayerWork, MeanLayer
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
