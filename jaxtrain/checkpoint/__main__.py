@@ -22,8 +22,7 @@ from jaxtrain import cli
 from jaxtrain.checkpoint import reading, retention, steps, stores, subject
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
-from jaxtrain.config import ConfigError, StoredConfig, fields, flag_text, get
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import ConfigError, StoredConfig, UsageError, fields, flag_text, get
 from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus

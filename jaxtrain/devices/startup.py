@@ -7,8 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.config import Config
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config import Config, UsageError
 from jaxtrain.config.sizes import GPU_MEMORY, MEMORY_FRACTION
 from jaxtrain.devices.cluster_environment import (
     SIMULATED_DEVICES,

@@ -153,8 +153,8 @@ def open_together(config: ResolvedConfig) -> PublishedWeights:
 
 
 def _check_headers(weights: PublishedWeights, left_out: tuple[str, ...]) -> None:
-    """Raises HfError for a tensor that is missing, wrong by its header, or that no parameter is for.
-    left_out: the beginnings of names of tensors that the run does not want"""
+    """Raises HfError for a tensor that is missing, wrong by its header, or that no parameter is
+    for. left_out: the beginnings of names of tensors that the run does not want"""
     folder, known = weights.folder, set()
     family, block = weights.published.family, weights.published.block
     for tensor in weights.tensors:

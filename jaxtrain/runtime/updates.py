@@ -199,9 +199,9 @@ class Updates:
         )
 
     def check(self, state: TickState, step: jax.Array) -> TickState:
-        """Adds up the losses and norms of a step whose updates have run on all stages, writes them to
-        `state.checks`, and rejects the step if it is to be clipped or skipped. step: its number in
-        the table"""
+        """Adds up the losses and norms of a step whose updates have run on all stages, writes them
+        to `state.checks`, and rejects the step if it is to be clipped or skipped. step: its number
+        in the table"""
         squares = jax.tree.leaves({**state.layers.squares, **state.ends.squares})
         of_step = [lax.dynamic_index_in_dim(a, step, 1, keepdims=False) for a in squares]
         norms = norms_of(of_step)

@@ -42,7 +42,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 
 # Whatever a command needs is imported once, and no device is started: forks have no threads.
-from jaxtrain import (
+from jaxtrain import (  # noqa: E402
     convert,
     generate_command as generate,
     train_command as train,
