@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import config as configs
-from jaxtrain.config import Config, ConfigError
+from jaxtrain.config import Config, ConfigError, ResolvedConfig
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.rules import checks
@@ -155,10 +155,10 @@ def write_case(folder: pathlib.Path, config: Config, **fields: Any) -> None:
     )
 
 
-def read_case(folder: pathlib.Path) -> tuple[Config, dict]:
+def read_case(folder: pathlib.Path) -> tuple[ResolvedConfig, dict]:
     """The config of a case's folder, and the other values of case.json."""
     rest = json.loads((folder / "case.json").read_text())
-    return configs.from_dict(rest.pop("config")), rest
+    return configs.from_dict(rest.pop("config")).resolve(), rest
 
 
 # --- what there is time for -----------------------------------------------------------------------

@@ -10,6 +10,7 @@ import jax
 import pytest
 from support import ROOT
 
+import jaxtrain
 from jaxtrain import cli, train_command as train
 from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import ClusterError
@@ -90,7 +91,7 @@ def test_training_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(nccl, "version", lambda: (2, 28, 9))
     with pytest.raises(ClusterError, match="NCCL 2.28.9 hangs on aarch64"):
-        train.train([f"--workdir={tmp_path / 'run'}"])
+        jaxtrain.train(workdir=tmp_path / "run")
     assert not list(tmp_path.iterdir())
 
 

@@ -71,7 +71,7 @@ def test_weights_of_experts(name):
     router = binder(Router(cfg, 1))(params)
     weights, routing = router(x[None], drops=False)
     chosen = np.empty(weights.size, int)
-    chosen[routing.choice] = np.repeat(np.arange(cfg.experts), routing.sizes)
+    chosen[routing.choice_of_position] = np.repeat(np.arange(cfg.experts), routing.sizes)
     every = np.zeros((len(x), cfg.experts))
     np.put_along_axis(every, chosen.reshape(len(x), -1), np.asarray(weights[0]), 1)
     # a logit of 47 is rounded by up to 2e-6, and so a small score in proportion
