@@ -84,7 +84,7 @@ GROUPED = {
     "schedule/clocks/independent.py": "schedule/test_simulate.py",
     "schedule/clocks/times.py": "schedule/test_simulate.py",
     "schedule/files/table_lines.py": "schedule/test_table_csv.py",
-    "schedule/files/text.py": "schedule/test_table_csv.py",
+    "schedule/files/csv_text.py": "schedule/test_table_csv.py",
     "schedule/packing.py": "schedule/test_orders.py",
     "schedule/table_spec.py": "schedule/test_orders.py",
     "training/update/balance.py": "training/test_experts.py",

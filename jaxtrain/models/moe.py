@@ -21,7 +21,7 @@ from jaxtrain.models.layers import GATHERED, matmul, matrix, named
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
-from jaxtrain.parallel.experts import dispatch, placement, products
+from jaxtrain.parallel.experts import dispatch, exchange_group, products
 from jaxtrain.parallel.experts.activation import activated
 from jaxtrain.parallel.experts.routing import Routing, TwoSteps, choice_counts
 from jaxtrain.parallel.experts.routing_collectives import by_capacity, dropless
@@ -188,13 +188,13 @@ class MoE(nnx.Module):
         expert is dropped."""
         b, t, d = x_BTD.shape
         # The router and the experts read all tokens: one gather, and one sum of both gradients.
-        gathered_BTD, x_MBTD = placement.spread(x_BTD)
+        gathered_BTD, x_MBTD = exchange_group.spread(x_BTD)
         gates_BTK, routing = self.router(gathered_BTD, drops)
         x_MBTD = fp8.differentiable(x_MBTD, self.up.get_value())
         is_fp8 = isinstance(x_MBTD, fp8.Quantized)
         # A scale of FP8 is the largest of all numbers: empty rows are zeros then.
         mean_rows = 0 if is_fp8 else gates_BTK.size
-        spec = placement.DispatchSpec(
+        spec = exchange_group.DispatchSpec(
             self.experts, b, t, fills_empty=is_fp8, nodes=self.nodes, mean_rows=mean_rows
         )
         shared_hidden = None
@@ -223,7 +223,7 @@ class MoE(nnx.Module):
             down = _matrices(self.shared_down, shared_hidden)
             shared = products.product(shared_hidden, down, None, products.ROWS)
             y_MBTD += shared.reshape(y_MBTD.shape)
-        return placement.collect(y_MBTD)
+        return exchange_group.collect(y_MBTD)
 
 
 def _matrices(weight: Parameter, x):

@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import AXES, EXPERT, make_mesh
-from jaxtrain.parallel.experts.placement import ExchangeGroup
-from jaxtrain.parallel.experts.transport import ragged_all_to_all
+from jaxtrain.parallel.experts.exchange_group import ExchangeGroup
+from jaxtrain.parallel.experts.expert_messages import ragged_all_to_all
 
 DEVICES, MOST, CAPACITY = 4, 5, 18
 

@@ -15,7 +15,7 @@ from support.small import Case
 from jaxtrain.config import kernels, sizes
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import partitioned
-from jaxtrain.parallel.experts import filled_rows, products, transport
+from jaxtrain.parallel.experts import expert_messages, filled_rows, products
 from jaxtrain.runtime.layers import layer_loops
 from jaxtrain.training.step import make_step
 
@@ -145,7 +145,7 @@ ROWS = {
 def test_rows_of_experts(monkeypatch, name, kernel):
     """Rows that no device sends are not numbers, for XLA's products and for the kernel of TPUs; but
     for the numbers of choices, which are zeros."""
-    config, ragged, unfilled = ROWS[name].config(), transport.ragged_all_to_all, []
+    config, ragged, unfilled = ROWS[name].config(), expert_messages.ragged_all_to_all, []
     expected = reference(config, 1) if not config.model.expert_room else gradients(config)
 
     def wrong(rows, rows_from_to, room, most, fills_empty, group):
@@ -162,7 +162,7 @@ def test_rows_of_experts(monkeypatch, name, kernel):
         interpreted = products.Products(*(functools.partial(f, interpret=True) for f in forms))
         for form in products.KERNELS:
             monkeypatch.setitem(products.KERNELS, form, interpreted)
-    monkeypatch.setattr(transport, "ragged_all_to_all", wrong)
+    monkeypatch.setattr(expert_messages, "ragged_all_to_all", wrong)
     assert_same(gradients(config), expected)
     assert unfilled and all(unfilled)
 

@@ -24,12 +24,12 @@ dispatch sends these rows in one of three ways:
 
 The way of a token, which models/moe.py goes from top to bottom:
 
-    placement.py           the devices that have an expert, and those that exchange rows; tokens
+    exchange_group.py      the devices that have an expert, and those that exchange rows; tokens
                            gathered over `model`, and the results added up and split again
     routing.py             index code without communication, with an example of eight tokens: the
                            position of each row when it is sent, when it arrives, and by expert
     routing_collectives.py how devices agree on the numbers of rows that this index code needs
-    transport.py           the collectives that move rows, on one device's part
+    expert_messages.py     the collectives that move rows, on one device's part
     dispatch.py            the same with gradients: tokens to experts, and results back
     products.py            rows times their experts' matrices, by grouped.py or megablox.py
     activation.py          the activation and the choices' weights, by filled_rows.py

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jaxtrain.config.sizes import exceeds_mean
 from jaxtrain.devices.mesh import MODEL, over_model, psum
+from jaxtrain.parallel.experts.exchange_group import PART, REPLICATED
 from jaxtrain.parallel.experts.filled_rows import on_rows
-from jaxtrain.parallel.experts.placement import PART, REPLICATED
 
 
 def activated(

@@ -21,8 +21,8 @@ import jax
 from jax import lax
 
 from jaxtrain.devices.mesh import over_model
-from jaxtrain.parallel.experts import transport
-from jaxtrain.parallel.experts.placement import PART, REPLICATED, DispatchSpec
+from jaxtrain.parallel.experts import expert_messages
+from jaxtrain.parallel.experts.exchange_group import PART, REPLICATED, DispatchSpec
 from jaxtrain.parallel.experts.routing import Routing, TwoSteps
 from jaxtrain.parallel.fp8 import Quantized
 from jaxtrain.parallel.tensor import take
@@ -48,7 +48,7 @@ def dispatched(x_MBTD: jax.Array, routing: Routing | TwoSteps, spec: DispatchSpe
     if isinstance(routing, TwoSteps):
         at_gateways = dispatched(x_MBTD, routing.across_nodes, spec.across_nodes)
         return dispatched(at_gateways, routing.inside_node, spec.inside_node)
-    return _in_turn(transport.DISPATCH, x_MBTD, routing, spec)
+    return _in_turn(expert_messages.DISPATCH, x_MBTD, routing, spec)
 
 
 def _combined(rows: jax.Array, routing: Routing | TwoSteps, spec: DispatchSpec) -> jax.Array:
@@ -58,7 +58,7 @@ def _combined(rows: jax.Array, routing: Routing | TwoSteps, spec: DispatchSpec) 
         at_gateways = _combined(rows, routing.inside_node, spec.inside_node)
         at_gateways = at_gateways.reshape(at_gateways.shape[0], -1, at_gateways.shape[-1])
         return _combined(at_gateways, routing.across_nodes, spec.across_nodes)
-    return _in_turn(transport.COMBINE, rows, routing, spec)
+    return _in_turn(expert_messages.COMBINE, rows, routing, spec)
 
 
 def _last_step(
@@ -79,12 +79,12 @@ def _weights_out(
     """Weights of choices → weights of rows."""
     if isinstance(routing, TwoSteps):
         # A row brings all weights of its token to the gateway, which passes each to its choice.
-        at_gateways = transport.run(
-            transport.DISPATCH, gates_BTK, routing.across_nodes, spec.across_nodes
+        at_gateways = expert_messages.run(
+            expert_messages.DISPATCH, gates_BTK, routing.across_nodes, spec.across_nodes
         )
         return _weights_out(routing.inside_node, at_gateways, spec.inside_node)
     sent = take(gates_BTK.reshape(-1), routing.choice_of_position)
-    return transport.run(transport.DISPATCH[1:], sent, routing, spec)
+    return expert_messages.run(expert_messages.DISPATCH[1:], sent, routing, spec)
 
 
 def _weights_back(routing: Routing | TwoSteps, gates: jax.Array, spec: DispatchSpec) -> jax.Array:
@@ -92,10 +92,10 @@ def _weights_back(routing: Routing | TwoSteps, gates: jax.Array, spec: DispatchS
     if isinstance(routing, TwoSteps):
         at_gateways = _weights_back(routing.inside_node, gates, spec.inside_node)
         at_gateways = at_gateways.reshape(-1, at_gateways.shape[-1])
-        return transport.run(
-            transport.COMBINE, at_gateways, routing.across_nodes, spec.across_nodes
+        return expert_messages.run(
+            expert_messages.COMBINE, at_gateways, routing.across_nodes, spec.across_nodes
         )
-    rows = transport.run(transport.COMBINE[:2], gates, routing, spec)
+    rows = expert_messages.run(expert_messages.COMBINE[:2], gates, routing, spec)
     return take(rows, routing.position_of_choice).reshape(spec.batch, spec.tokens, -1)
 
 

@@ -25,7 +25,7 @@ from jaxtrain.config.sizes import exceeds_mean, is_large
 from jaxtrain.devices.mesh import MODEL, over_model
 from jaxtrain.parallel.experts import grouped, megablox
 from jaxtrain.parallel.experts.dispatch import combine, dispatched
-from jaxtrain.parallel.experts.placement import PART, REPLICATED, DispatchSpec
+from jaxtrain.parallel.experts.exchange_group import PART, REPLICATED, DispatchSpec
 from jaxtrain.parallel.experts.routing import Routing, TwoSteps
 from jaxtrain.parallel.fp8 import (
     Quantized,

@@ -2,7 +2,7 @@
 
 A choice, a token's choice of an expert, has three positions: where its row stands among those that
 its device sends, where it arrives, and where it stands among the rows of its expert's device, which
-are sorted by expert. A `Routing` has these as arrays of indices; transport.py applies them.
+are sorted by expert. A `Routing` has these as arrays of indices; expert_messages.py applies them.
 
 An example: eight tokens on two devices, with one choice each of four experts. Device 0 has tokens
 0 to 3 and experts 0 and 1; device 1 has tokens 4 to 7 and experts 2 and 3.

@@ -17,8 +17,8 @@ from jax import lax
 from jaxtrain.config.sizes import capacity_of, device_capacity
 from jaxtrain.devices.mesh import CONTEXT, EXPERT, manual_size, over_model
 from jaxtrain.parallel.attention.context import in_text_order, local_chunks
-from jaxtrain.parallel.experts import transport
-from jaxtrain.parallel.experts.placement import REPLICATED, DispatchSpec, ExchangeGroup
+from jaxtrain.parallel.experts import expert_messages
+from jaxtrain.parallel.experts.exchange_group import REPLICATED, DispatchSpec, ExchangeGroup
 from jaxtrain.parallel.experts.routing import (
     Routing,
     TwoSteps,
@@ -82,8 +82,8 @@ def _in_two_steps(
     to_nodes, _ = _agreed(node_or_none, spec.nodes, across.group, memory, optional=True)
 
     def choices_at_gateway(routing: Routing, chosen_BTK: jax.Array) -> jax.Array:
-        return transport.run(
-            transport.DISPATCH, chosen_BTK, routing, across._replace(fills_empty=True)
+        return expert_messages.run(
+            expert_messages.DISPATCH, chosen_BTK, routing, across._replace(fills_empty=True)
         )
 
     # A row brings all choices of its token, plus 1: behind those that arrive are zeros, no choice.

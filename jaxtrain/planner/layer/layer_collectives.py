@@ -81,7 +81,7 @@ def joints(layer: Layer) -> Joints:
     """What a layer sends over `model`. Products of one value share what is gathered of it, those of
     one call the sum of its gradients. A module with experts gathers its input once for all that
     reads it, the router too, and sums the results of all experts at once (spread
-    and collect of parallel/experts/placement.py)."""
+    and collect of parallel/experts/exchange_group.py)."""
     with_experts = {_module(product.names[0]) for product in layer.products if product.experts}
     inputs: dict[str | int, Joint] = {}
     results: dict[str | int, Joint] = {}
@@ -191,7 +191,7 @@ class Hop(NamedTuple):
 
 
 class ExpertCollectives(Activations):
-    """The collectives of a layer's experts (parallel/experts/transport.py)."""
+    """The collectives of a layer's experts (parallel/experts/expert_messages.py)."""
 
     def _experts(self, op: str, unread: bool) -> list[Collective]:
         """The collectives of routed tokens on their way to experts and back, and of their

@@ -30,8 +30,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from jaxtrain.schedule.files.csv_text import FileError, read_text, split_line
 from jaxtrain.schedule.files.table_csv import read_csv
-from jaxtrain.schedule.files.text import FileError, read_text, split_line
 from jaxtrain.schedule.orders import ChunkOrders
 from jaxtrain.schedule.orders.stage_orders import Orders, Task
 from jaxtrain.schedule.table import Op, ScheduleError, Table, TableError, directions

@@ -25,8 +25,8 @@ import re
 import numpy as np
 
 from jaxtrain.schedule.cell_grid import from_cells
+from jaxtrain.schedule.files.csv_text import FileError, nearest, number_range, read_text
 from jaxtrain.schedule.files.table_lines import COLUMNS, Lines, Setting, parse
-from jaxtrain.schedule.files.text import FileError, nearest, number_range, read_text
 from jaxtrain.schedule.placement import PLACEMENTS
 from jaxtrain.schedule.table import (
     VOCABULARIES,

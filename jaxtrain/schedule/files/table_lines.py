@@ -10,7 +10,7 @@ import difflib
 import re
 from typing import Any, NamedTuple
 
-from jaxtrain.schedule.files.text import FileError, nearest, split_line
+from jaxtrain.schedule.files.csv_text import FileError, nearest, split_line
 from jaxtrain.schedule.table import Op, Permute, counted
 
 COLUMNS = ("permute", "head", "embed", "embed_gradient")

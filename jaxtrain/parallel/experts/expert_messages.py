@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.mesh import EXPERT, manual_size
+from jaxtrain.parallel.experts.exchange_group import DispatchSpec, ExchangeGroup
 from jaxtrain.parallel.experts.filled_rows import ROWS_IN_ORDER, on_rows
-from jaxtrain.parallel.experts.placement import DispatchSpec, ExchangeGroup
 from jaxtrain.parallel.experts.routing import Routing
 from jaxtrain.parallel.tensor import take
 
