@@ -13,18 +13,16 @@ submodule that is imported becomes an attribute of its package, so those modules
 command (train_command.py, generate_command.py, planner/command/), and nothing imports them.
 """
 
-import contextlib
 import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain import cli, generate_command, train_command
 from jaxtrain.config import Config, ConfigError, ResolvedConfig, get, value_text
 from jaxtrain.devices import startup
-from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import WallClock
@@ -93,7 +91,7 @@ def train(
     ('FINISHED', True)
     """
     argv, given = _command_line(recipe, changes, workdir=workdir, cpu_devices=cpu_devices)
-    with _refusals():
+    with cli.run_errors():
         patient = [PATIENT] * hasattr(sys, "ps1")
         config, namespace = train_command.parse([*patient, *argv, *flags], given)
         status = train_command.run(config, namespace, WallClock())
@@ -138,7 +136,7 @@ def make_step(
     (3, True)
     """
     argv, given = _command_line(recipe, changes, cpu_devices=cpu_devices)
-    with _refusals():
+    with cli.run_errors():
         config, namespace = train_command.parse(argv, given)
         for path, without in (("train.diloco_inner_steps", 0), ("parallel.offload_directory", "")):
             if (value := get(config, path)) != without:
@@ -150,19 +148,14 @@ def make_step(
 
         import jax
 
-        from jaxtrain.config.rules.checks import Environment
         from jaxtrain.data.loader import make_loaders, prepare_corpus
         from jaxtrain.devices.mesh import make_mesh, sizes_of
-        from jaxtrain.phases.prepare import prepare
+        from jaxtrain.phases.prepare import check_on_devices, prepare
         from jaxtrain.phases.run_state import make_state
-        from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run
         from jaxtrain.training import step as steps
         from jaxtrain.training.compiled_step import start_compiling
 
-        environment = Environment(
-            jax.device_count(), jax.default_backend(), namespace.recipe, rules=RULES_WITH_TABLES
-        )
-        checked, no_folder = check_run(config, environment), pathlib.Path()
+        checked, no_folder = check_on_devices(config, namespace.recipe), pathlib.Path()
         ready = prepare(checked, no_folder, reads_times=False, measures_times=False)
         if ready is None:
             raise KeyboardInterrupt
@@ -220,7 +213,7 @@ def generate(
         step=step,
         cpu_devices=cpu_devices,
     )
-    with _refusals():
+    with cli.run_errors():
         flags = cli.checked_flags(
             argv, generate_command.DESCRIPTION, generate_command.FLAGS, generate_command.check
         )
@@ -270,7 +263,7 @@ def plan(
     argv, given = _command_line(
         recipe, changes, hardware=hardware, devices=devices, layout=layout, tokens=tokens
     )
-    with _refusals():
+    with cli.run_errors():
         return cli.parse_unchecked(
             argv, planner.DESCRIPTION, planner.FLAGS, planner.plans, recipe=given
         )
@@ -285,11 +278,3 @@ def _command_line(
     settings = {f"config.{path}": value for path, value in (changes or {}).items()}
     values = named | flags | settings
     return [f"--{name}={value_text(value)}" for name, value in values.items()], given
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """A context in which settings that cannot work, and memory that is not there, are a
-    RunError."""
-    with cli.refused_settings(), out_of_memory.named():
-        yield

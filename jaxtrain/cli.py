@@ -56,6 +56,14 @@ def refused_settings() -> Iterator[None]:
         raise FlagsError(str(error)) from error
 
 
+@contextlib.contextmanager
+def run_errors() -> Iterator[None]:
+    """A context in which settings that cannot work, and memory that is not there, are a
+    RunError."""
+    with refused_settings(), out_of_memory.named():
+        yield
+
+
 def command(
     main: Callable[[Sequence[str]], int | None],
 ) -> Callable[[Sequence[str]], int | None]:
@@ -70,10 +78,10 @@ def command(
 
 
 def reported(command: Callable[[], T]) -> T | RunError:
-    """The result of a command; or the error that has ended it, after a line on standard error: a
-    RunError, for settings that cannot work and for memory that is not there, too."""
+    """The result of a command; or the error that has ended it, as in `run_errors`, after a line on
+    standard error."""
     try:
-        with refused_settings(), out_of_memory.named():
+        with run_errors():
             return command()
     except RunError as error:
         print(cfg.one_line(f"error: {error}"), file=sys.stderr, flush=True)

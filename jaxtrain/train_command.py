@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 from jaxtrain import cli
 from jaxtrain.config import Config, UsageError, flags
-from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.mesh_rules import elastic_notes
 from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import job, several_processes
-from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run, default_corpus_notes
+from jaxtrain.pipeline.run_checks import default_corpus_notes
 from jaxtrain.run import out_of_memory, peers, streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.wall_clock import Phase, WallClock, imports_without_collection
@@ -131,28 +130,25 @@ def run(config: Config, flags: types.SimpleNamespace, clock: WallClock) -> ExitS
             places.check_together(config, flags.workdir)
         clock.enter(Phase.TABLE)
         folder = pathlib.Path(flags.workdir)
-        environment = Environment(
-            jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES_WITH_TABLES
-        )
-        checked = check_run(config, environment)
+        checked = prepare.check_on_devices(config, flags.recipe)
         notes = (
             *flags.notes,
             *elastic_notes(config, checked.on_mesh),
-            *unused_settings(checked.on_mesh, environment.platform),
+            *unused_settings(checked.on_mesh, checked.environment.platform),
             *default_corpus_notes(config),
         )
         cluster.log(*(f"note: {note}" for note in notes))
-        with out_of_memory.named(functools.partial(fitting, config, environment)):
-            run = prepare.prepare(
+        with out_of_memory.named(functools.partial(fitting, config, checked.environment)):
+            prepared = prepare.prepare(
                 checked, folder, reads_times=not flags.dry_run, measures_times=writes
             )
-            if not run:
+            if not prepared:
                 return None
             if flags.replay:
-                return replay.replay(run, flags.replay, clock)
+                return replay.replay(prepared, flags.replay, clock)
             if not flags.dry_run:
-                return loop.run(run, clock)
-            lines, record = dry_run(run, clock, start_lines.before_a_dry_run)
+                return loop.run(prepared, clock)
+            lines, record = dry_run(prepared, clock, start_lines.before_a_dry_run)
     cluster.log(json.dumps(record) if flags.json else "\n".join(lines))
     return ExitStatus.FINISHED
 

@@ -55,7 +55,7 @@ README, ARCHITECTURE, PARTS, TRAPS, FEATURES = (
     )
 )
 README_BYTES = 9 * 1024
-ARCHITECTURE_BYTES = 18 * 1024
+ARCHITECTURE_BYTES = 15 * 1024
 GLOSSARY_LINES = 20
 ENGINES = ("sbatch", "kubectl", "sky", "bash")  # commands that take a template of scripts/launch
 

@@ -1,19 +1,32 @@
-"""The last steps before a run begins: its op times, and the tables that are made for them. What
-checks flags and devices comes before (train_command.py), the loop after (loop.py)."""
+"""The last steps before a run begins: the check of its config on the devices, its op times, and the
+tables that are made for them. Flags are checked before (train_command.py), the loop comes after
+(loop.py)."""
 
 import pathlib
 import signal
 import sys
 import threading
 
-from jaxtrain.config import ConfigError, ResolvedConfig, replace
+import jax
+
+from jaxtrain.config import Config, ConfigError, ResolvedConfig, replace
 from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.prepared_run import CheckedRun, PreparedRun
+from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.run.progress import SearchProgress
 from jaxtrain.training import stored_op_times
 from jaxtrain.training.measured_op_times import known_times, measured_times
+
+
+def check_on_devices(config: Config, recipe: Config) -> CheckedRun:
+    """The config, checked for all devices of the run, jax's. recipe: it before the user's changes,
+    which an error's flags are relative to. Raises ConfigError as `check_run` does."""
+    platform = jax.default_backend()
+    environment = Environment(jax.device_count(), platform, recipe, rules=RULES_WITH_TABLES)
+    return check_run(config, environment)
 
 
 def prepare(
