@@ -40,7 +40,8 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
 
     config: of a run, which several processes have to agree on
 
-    Raises ClusterError or DevicesError where the processes of a run cannot work together.
+    Raises ClusterError or DevicesError where the processes of a run cannot work together, and
+    UsageError as `simulate_devices`.
     """
     # the ops of experts and of multi-token prediction have such collectives
     set_xla_flags(os.environ, bool(config and (config.model.experts or config.model.mtp_depth)))
@@ -69,7 +70,7 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
 
 def has_devices() -> bool:
     """True if this process has used jax: its devices are settled then, and jax refuses settings for
-    them. Without importing jax, of whose modules none that is public tells."""
+    them. It does not import jax; no public module of jax tells this."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bool(bridge and bridge.backends_are_initialized())
 

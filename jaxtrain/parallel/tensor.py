@@ -104,7 +104,6 @@ def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
     is [B, T, I] with split columns; its weight has I as dimension `dim` (of 2), split too. A device
     adds up its products before one reduce-scatter."""
 
-    # The products of a device are added up before the collective, which then moves one array.
     def of_rows(xs, weights):
         products = [dot(x, w, ((1,), (dim,))) for x, w in zip(xs, weights, strict=True)]
         return sum(products[1:], products[0])

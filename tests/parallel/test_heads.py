@@ -11,7 +11,7 @@ from support.plain_loop import assert_same, gradients, reference
 from support.small import Case
 
 from jaxtrain.devices.mesh import BATCH_AXES, MANUAL_AXES, STAGE, make_mesh
-from jaxtrain.models import grouped_query as models_attention, rotary
+from jaxtrain.models import grouped_query, rotary
 from jaxtrain.parallel.attention import causal
 from jaxtrain.parallel.attention.heads import by_heads, heads_first
 
@@ -161,7 +161,7 @@ FIRST = {
 @pytest.mark.parametrize("name", FIRST)
 def test_a_step_with_heads_first(monkeypatch, name):
     """As on TPUs, on CPU devices."""
-    for module in (rotary, models_attention):
+    for module in (rotary, grouped_query):
         monkeypatch.setattr(module, "orders_by_heads", lambda: True)
     config = FIRST[name].config()
     assert_same(gradients(config), reference(config, 1))

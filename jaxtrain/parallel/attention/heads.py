@@ -41,7 +41,7 @@ def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
     arrays: heads are the third dimension of each, and of each result
     same: pytrees without heads, the same on all devices of `model`
     """
-    # With one device along `model` it does so, too: all axes of the runtime are then manual, so a
+    # Also where `model` has one device fn runs so: all axes of the runtime are then manual, so a
     # kernel with a partitioning rule (cuDNN's attention) is lowered without the partitioner.
     return over_model(fn, ((HEADS,) * len(arrays) + (P(),) * len(same)), HEADS)(*arrays, *same)
 

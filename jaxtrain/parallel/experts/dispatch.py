@@ -61,9 +61,7 @@ def _combined(rows: jax.Array, routing: Routing | TwoSteps, spec: DispatchSpec) 
     return _in_turn(expert_messages.COMBINE, rows, routing, spec)
 
 
-def _last_step(
-    routing: Routing | TwoSteps, spec: DispatchSpec
-) -> tuple[Routing | TwoSteps, DispatchSpec]:
+def _last_step(routing: Routing | TwoSteps, spec: DispatchSpec) -> tuple[Routing, DispatchSpec]:
     """The routing and the spec of the step to the experts."""
     if isinstance(routing, TwoSteps):
         return routing.inside_node, spec.inside_node

@@ -1,7 +1,7 @@
 """The devices that have an expert, those between which rows travel, and tokens over `model`.
 
-Experts lie in order along the `expert` axis: of 8 experts on 4 devices, device 1 has 2 and 3. What
-is here is known when a program is traced, but for a device's own index.
+Experts lie in order along the `expert` axis: of 8 experts on 4 devices, device 1 has 2 and 3. All
+of this is known when a program is traced, except a device's own index.
 
 Shape suffixes: M parts over model, B batch, T tokens, D width.
 """

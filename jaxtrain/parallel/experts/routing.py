@@ -133,7 +133,8 @@ def inverse(order: jax.Array) -> jax.Array:
 
 
 def sort_choices(keys: jax.Array, number: int) -> SortedChoices:
-    """The choices of keys int32 [choices], each below `number`, sorted."""
+    """The choices of keys int32 [choices], sorted. A key is below `number`; `number` itself is the
+    key of none, and its choices come last."""
     # The sort is stable, so that the choices that are dropped are the last ones of the text.
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     ordered = keys[order]

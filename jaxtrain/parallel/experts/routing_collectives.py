@@ -1,4 +1,4 @@
-"""The routing of a microbatch, on which devices agree before any row moves: what the router calls.
+"""The routing of a microbatch, on which devices agree before any row moves. The router calls it.
 
 Each function sorts this device's choices, learns from the other devices how many rows they have,
 and leaves all else to the index code of routing.py. `dropless` is the way with one device, in one
