@@ -314,7 +314,8 @@ def _checkpoints_of(
 
 def start_jax(flags: types.SimpleNamespace) -> None:
     """Sets up jax's devices and compilation cache by the flags. Unlike training, one process, with
-    as many simulated devices as needed. Raises ClusterError where jax does not start."""
+    as many simulated devices as needed. Raises ClusterError where jax does not start, and
+    UsageError for another number of devices than this process already has."""
     startup.set_xla_flags(os.environ)
     with read_environment():
         import jax
