@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import math
 import os
-import sys
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +54,7 @@ from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, read_environment
 from jaxtrain.hf.source_files import SOURCE
-from jaxtrain.run import out_of_memory
+from jaxtrain.run import out_of_memory, streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.wall_clock import imports_without_collection
 
@@ -134,11 +133,11 @@ def generate(flags: types.SimpleNamespace) -> int:
 
         from jaxtrain.generation import sampling  # noqa: F401
     if unused := unused_flags(flags):
-        remark(f"note: {unused} changes nothing: the most likely token is always chosen")
+        streams.remark(f"note: {unused} changes nothing: the most likely token is always chosen")
     model = load(flags)
     prompt, trained_length = len(model.ids), model.config.data.sequence_length
     if prompt + flags.tokens > trained_length:
-        remark(
+        streams.remark(
             f"a prompt of {prompt} tokens and up to {flags.tokens} more go beyond the "
             f"{trained_length} tokens that the model was trained on (data.sequence_length)"
         )
@@ -150,7 +149,7 @@ def generate(flags: types.SimpleNamespace) -> int:
         endings = sample(model, flags)
     settings = model.config.model
     positions = settings.max_positions if settings.positions == "learned" else 0
-    remark(endings.describe(prompt, positions, trained_length))
+    streams.remark(endings.describe(prompt, positions, trained_length))
     return ExitStatus.INTERRUPTED if endings.interrupted else 0
 
 
@@ -172,7 +171,7 @@ def sample(model: "Loaded", flags: types.SimpleNamespace) -> "Endings":
     prompt_read = time.perf_counter()
     endings = show(batches, tokenizer, flags.prompt, model.ids, flags.samples, flags.tokens)
     seconds, tokens = time.perf_counter() - prompt_read, sum(endings.tokens)
-    remark(
+    streams.remark(
         f"step {model.step}: prompt of {len(model.ids)} tokens and compilation "
         f"{prompt_read - began:.1f} s; {tokens} tokens in {seconds:.1f} s, "
         f"{tokens / seconds:.1f} tokens/s"
@@ -314,11 +313,6 @@ def _checkpoints_of(
         raise UsageError(f"--workdir: {error}") from None
 
 
-def remark(line: str) -> None:
-    """A line on standard error: standard output is for the text."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def start_jax(flags: types.SimpleNamespace) -> None:
     """Sets up jax's devices and compilation cache by the flags. Unlike training, one process, with
     as many simulated devices as needed. Raises ClusterError where jax does not start."""
@@ -357,7 +351,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
 
     wrong, damaged = functools.partial(wrong_arrays, trained_alone=True), dict[int, str]()
     while True:
-        folder, step = find_checkpoint(flags.workdir, flags.step, wrong, remark, damaged)
+        folder, step = find_checkpoint(flags.workdir, flags.step, wrong, streams.remark, damaged)
         config, tokenizer, ids = prompted(folder, step, flags)
         check_model(config.model, len(ids), flags)
         check_devices(len(jax.devices()), config.model, flags)
