@@ -154,7 +154,7 @@ def parse_unchecked(
         before, namespace = recipe, reading.namespace
         workdir = getattr(namespace, "workdir", "") or default_workdir(namespace.config)
         if before is None:
-            before = load_recipe(find_recipe(namespace.config))
+            before = load_recipe(namespace.config)
             tokenizer = tokenizer_of(before.data.tokenizer, pathlib.Path(workdir))
             before = cfg.replace(before, {"data.tokenizer": tokenizer})
         config, namespace.notes = apply(before, reading.overrides), ()

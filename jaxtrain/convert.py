@@ -287,7 +287,7 @@ def _dtype_fields(
 
 def _remark(line: str) -> None:
     """A line on standard error, for people."""
-    print(f"note: {line}", file=sys.stderr, flush=True)
+    streams.remark(f"note: {line}")
 
 
 def _bytes(text: str) -> int:

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxtrain import __version__, config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.errors import PLACEHOLDER, UsageError, nearly, unfilled
-from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
+from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, load_recipe
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 SETTING = "config."  # what the name of a setting's flag begins with
@@ -411,7 +411,7 @@ def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config
     meant: dict[str, Any] = {}  # settings that unknown flags were meant for, and their final values
     if settings := [error.setting for error in errors if error.setting]:
         with contextlib.suppress(RecipeError):
-            recipe = recipe or load_recipe(find_recipe(reading.values["config"]))
+            recipe = recipe or load_recipe(reading.values["config"])
             config = apply(recipe, reading.overrides)
             meant = {SETTING + path: cfg.get(config, path) for path in settings}
     flags = {name: flags[name] for name in flags if not name.startswith(SETTING)} | meant | flags

@@ -32,10 +32,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain.config import ResolvedModel
-from jaxtrain.config.groups.layout_settings import MeshConfig, ParallelConfig
-from jaxtrain.config.groups.model_settings import ModelConfig
-from jaxtrain.config.groups.run_settings import DataConfig, PrecisionConfig
+from jaxtrain.config import (
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ResolvedModel,
+)
 from jaxtrain.config.splash_backward import STEP, SplashBackward, splash_backward
 
 TPU, GPU, CPU = "tpu", "gpu", "cpu"

@@ -4,8 +4,7 @@ names the values where they are made. Standard library only."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtrain.config.groups.layout_settings import PipelineConfig
-from jaxtrain.config.groups.model_settings import ModelConfig
+from jaxtrain.config import ModelConfig, PipelineConfig
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 
 

@@ -51,7 +51,7 @@ class Format:
     holds: "text": a file is a document; "records": a document a record, of the fields
       `data.text_fields`; "tokens": ids.
     reader: module and function of jaxtrain/data/reading/ that turn (file, runs of fields, scratch
-      folder) into pieces of documents; "" for tokens, which tokens.py maps into memory.
+      folder) into pieces of documents; "" for tokens, which token_files.py maps into memory.
     """
 
     title: str

@@ -13,8 +13,8 @@ that its own devices hold, each once. There is no other state: to resume at batc
 n of the same corpus. Step t has batch t − 1, unless the run has passed over batches; so a
 checkpoint stores the number of the next batch with the step.
 
-Legend: B the sequences of the global batch, T the sequence length. packing.py cuts sequences,
-tokens.py prepares a corpus.
+Legend: B the sequences of the global batch, T the sequence length. document_packing.py cuts
+sequences, tokens.py prepares a corpus.
 """
 
 import collections

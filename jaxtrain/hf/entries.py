@@ -1,6 +1,6 @@
 """The entries of a family's table: what a field of config.json is in the model, both ways.
 
-    Integer, Float, Switch, Biases   a field is a setting
+    Integer, Float, Switch, Biases    a field is a setting
     Fixed                             settings that all models of the family have
     Only, Same                        a field that jaxtrain can have with some values alone
     PassedOver, Training              fields without effect on what the model computes

@@ -109,7 +109,7 @@ def read_published(folder: pathlib.Path) -> Published:
         family,
         read_block(Fields(values, str(place))),
     )
-    # of the names of the prediction modules' tensors
+    # how the names of the prediction modules' tensors begin
     beginnings = [f"{module}." for module in prediction_modules(model)]
     beginnings += [beginning.removeprefix(family.prefix) for beginning in beginnings]
     if not beginnings or any(

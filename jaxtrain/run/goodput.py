@@ -220,7 +220,8 @@ class GoodputLog:
         now: Callable[[], float] = time.time,
     ):
         self.clock = clock
-        self._goodput = Goodput(read_goodput(workdir) if workdir is not None else [])
+        earlier = read_goodput(workdir) if workdir is not None else []
+        self._goodput = Goodput(earlier)
         self._ran_before = max(ran_before, self._goodput.wall_s())
         self._start = self._goodput.starts[-1].last.start + 1 if self._goodput.starts else 1
         self._began = now() - clock.wall_s()
@@ -238,7 +239,7 @@ class GoodputLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Without a line that a kill has cut off, and with fewer lines of earlier starts: over
             # hundreds of starts the file would grow without end.
-            text = "".join(f"{line.json()}\n" for line in thinned(read_goodput(self._path.parent)))
+            text = "".join(f"{line.json()}\n" for line in thinned(earlier))
             if not self._is_new and self._path.stat().st_size != len(text):
                 replace_text(self._path, text)
         self._write()
@@ -291,7 +292,7 @@ class GoodputLog:
             self._path.unlink(missing_ok=True)
 
     def _line(self) -> Line:
-        seconds = {part.value: round(seconds, 4) for part, seconds in self.clock.seconds().items()}
+        seconds = {phase.value: round(s, 4) for phase, s in self.clock.seconds().items()}
         until = self._began + sum(seconds.values())
         return Line(self._start, round(self._began, 3), round(until, 3), self._step, seconds)
 

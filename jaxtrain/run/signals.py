@@ -50,7 +50,7 @@ class Signals:
         self._before_end, self._notices = [before_end], notices
         self._deferring = False
         self._interrupts = 0  # Ctrl-Cs inside `deferred()`
-        self._own_handler: Any = None  # of Ctrl-C inside `deferred()`, where the program has one
+        self._program_handler: Any = None  # of Ctrl-C outside `deferred()`, where there is one
         self._taken = False  # whether signals come here
 
     def __enter__(self) -> "Signals":
@@ -63,7 +63,8 @@ class Signals:
         self._before = {
             n: signal.signal(n, _nothing) for n in NUMBERS if signal.getsignal(n) == signal.SIG_DFL
         }
-        # by handlers of the program's own, which are called as ever: a KeyboardInterrupt, say
+        # The signals for which the program itself has a handler, such as Python's, which raises
+        # KeyboardInterrupt. It is called as ever.
         self._handled = {n for n in {*NUMBERS} - {*self._before} if callable(signal.getsignal(n))}
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -88,7 +89,8 @@ class Signals:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context in which a signal sets `asked`, and the second Ctrl-C ends the process."""
+        """A context in which a signal sets `asked`. The second Ctrl-C ends the process, or is given
+        to the program's handler if there is one."""
         if not self._taken:
             yield
             return
@@ -99,7 +101,7 @@ class Signals:
             if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
         }
         if signal.SIGINT in self._handled:
-            self._own_handler = before[signal.SIGINT]
+            self._program_handler = before[signal.SIGINT]
             signal.signal(signal.SIGINT, self._give_second)
         try:
             yield
@@ -113,7 +115,7 @@ class Signals:
         second one on. `_watch` has the first."""
         self._interrupts += 1
         if self._interrupts > 1:
-            self._own_handler(number, frame)
+            self._program_handler(number, frame)
 
     def _watch(self) -> None:
         while number := os.read(self._read, 1)[0]:

@@ -43,9 +43,8 @@ class Speculation:
         """That program is reported, with its steps from `first` to `last`."""
         tried, accepted, self._accepted = self._dispatched.pop(0), self._accepted, []
         self.tries = accepted[-1]
-        begin = (
-            accepted.index(False) if tried and not all(accepted) else 0
-        )  # of those one at a time
+        # the first of the steps that ran one at a time
+        begin = accepted.index(False) if tried and not all(accepted) else 0
         self.steps += len(accepted)
         if tried:
             self.together += begin or len(accepted) * all(accepted)

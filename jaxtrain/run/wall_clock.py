@@ -39,11 +39,8 @@ class Phase(enum.Enum):
     OTHER = "other"
 
 
-STEPS = (
-    Phase.STEPPING,
-    Phase.AWAITING,
-    Phase.WAITING,
-)  # the phases of a loop that only takes steps
+# the phases of a loop that only takes steps
+STEPS = (Phase.STEPPING, Phase.AWAITING, Phase.WAITING)
 HOST_STEPS = (Phase.STEPPING, Phase.WAITING)  # those of STEPS in which the devices are not awaited
 
 

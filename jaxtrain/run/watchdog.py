@@ -35,10 +35,9 @@ from jaxtrain.run.wall_clock import HOST_STEPS, STEPS, Current, Phase, WallClock
 
 BEAT_S = 1.0  # seconds between two beats
 TIMES_LONGEST = 3.0  # a limit, in longest times so far
-OTHER_PHASE = (
-    20  # the least limit of a start's first step and of a phase that is no step, × hang_after
-)
-# Parts without a limit; a silent peer ends these too.
+# the least limit of a start's first step and of a phase that is no step, × hang_after
+OTHER_PHASE = 20
+# Phases without a limit; a silent peer ends these too.
 ENDLESS = (
     Phase.IMPORTS,
     Phase.TABLE,

@@ -280,8 +280,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 import numpy as np
-from jaxtrain.data import loader, tokens
-from jaxtrain.data import document_packing
+from jaxtrain.data import document_packing, loader, tokens
 data = types.SimpleNamespace(
     source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0,
     attend_across_documents=True, prefetch=2, loss_mask=("q",), text_fields=("q", "text"),

@@ -1,5 +1,7 @@
-"""All rules between settings, in the order in which they are checked: a later rule may rely on the
-earlier ones, and the first broken one is reported. Standard library only."""
+"""The rules between settings of a filled config, in the order in which they are checked: a later
+rule may rely on the earlier ones, and the first broken one is reported. checks.py has the rules
+that come before a config is filled in, and those of devices and checkpoints. Standard library
+only."""
 
 from jaxtrain.config.rules import mesh_rules, model_rules, pipeline_rules, run_rules
 from jaxtrain.config.rules.rules import SettingsRule

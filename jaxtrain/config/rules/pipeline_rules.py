@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from jaxtrain.config import (
     PipelineConfig,
     ResolvedModel,
     ends_with_layers,
+    get,
 )
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
@@ -119,7 +119,7 @@ def several_steps_update_alike(config: FilledConfig) -> Iterator[Violation]:
         "model.experts": ([0], "updates parameters by gradients alone, and no counts"),
     }
     for setting, (values, reason) in needs.items():
-        value = functools.reduce(getattr, setting.split("."), config)
+        value = get(config, setting)
         if value not in values:
             fixes = [{path: 1}, *values_for(setting, reversed(values))]
             yield Violation(path, f"{reason}, unlike {setting}={value!r}", fixes)

@@ -13,9 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jaxtrain.config import (
-    FilledConfig,
-)
+from jaxtrain.config import FilledConfig
 
 SettingChanges = dict[str, Any]  # setting → value
 

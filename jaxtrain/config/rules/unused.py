@@ -159,7 +159,11 @@ USES = (
     ),
     Use(
         ["optimizer.schedule"],
-        lambda c: c.optimizer.decay_steps or c.optimizer.schedule != "1-sqrt",
+        lambda c: (
+            c.optimizer.decay_steps
+            or c.optimizer.schedule == "constant"
+            or not LEARNING_RATES[c.optimizer.schedule].decays_at_the_end
+        ),
         lambda c: "with optimizer.decay_steps=0, where the learning rate is constant",
     ),
     *(

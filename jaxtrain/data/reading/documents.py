@@ -1,8 +1,8 @@
 """The documents of a source's files: pieces of text, in the order of the corpus.
 
 Which files a source has, and the reader of each format, stands in config/sources.py. Readers of
-texts are here, those of records in records.py; tokens.py reads token files. Everything is a stream:
-a text comes in pieces, cut anywhere, so no file is ever in memory entirely. Encoding, the
+texts are here, those of records in records.py; token_files.py maps token files. Everything is a
+stream: a text comes in pieces, cut anywhere, so no file is ever in memory entirely. Encoding, the
 end of documents and the prepared corpus are in tokens.py.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from jaxtrain.config.sources import FORMATS, File, Source
 from jaxtrain.data.reading.bad_records import BadRecord, Skipped
 from jaxtrain.data.reading.compressed import Reader
-from jaxtrain.data.reading.records import BYTE_ORDER_MARK, Runs, TextPiece, TextPieces, not_utf8
+from jaxtrain.data.reading.json_text import BYTE_ORDER_MARK
+from jaxtrain.data.reading.records import Runs, TextPiece, TextPieces, not_utf8
 
 BLOCK = 1 << 20  # bytes of a text read at a time
 RENAME = "remove it, or let its name begin with _ or ."

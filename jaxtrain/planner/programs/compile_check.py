@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxtrain.config import ConfigError, ResolvedConfig, UsageError, one_line
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
-from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
+from jaxtrain.config.recipes import DEFAULT_RECIPE, load_recipe
 from jaxtrain.config.rules import checks
 from jaxtrain.devices.mesh import AXES, sizes_of
 from jaxtrain.pipeline.setup import Setup, make_setup
@@ -361,7 +361,7 @@ def _requested(reading: Reading) -> tuple[Topology, ResolvedConfig]:
     Raises UsageError or ConfigError.
     """
     devices = topology.parse(reading.values["topology"])
-    recipe = load_recipe(find_recipe(reading.values["config"]))
+    recipe = load_recipe(reading.values["config"])
     platform, config = devices.platform, apply(recipe, reading.overrides)
     if text := reading.values["layout"]:
         values = layout_flag.read(text)
