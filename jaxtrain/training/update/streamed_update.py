@@ -152,15 +152,16 @@ class StreamedUpdate:
         counts = jax.tree.leaves(self.state.optimizer)
         guard = Guard(scalar(jnp.float32), scalar(jnp.bool_) if self.one.skips else None)
         squares = scalar(jnp.float32) if self.layout.masters else None
+        values_read, scattered = self.state.read, self.layout.scattered
         lowered: dict[Wrapped, Lowered] = {}
         for group, blocks in self.passes:
             program = self.programs[group]
             if program in lowered:
                 continue
-            values = group.select(self.state.read)
+            values = group.select(values_read)
             gradients = [
                 jax.ShapeDtypeStruct(value.shape, jnp.float32, sharding=sharding)
-                for value, sharding in zip(values, group.select(self.layout.scattered), strict=True)
+                for value, sharding in zip(values, group.select(scattered), strict=True)
             ]
             # One layer of each stack; an array outside of stacks entirely.
             state = [
@@ -186,6 +187,7 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
     state: abstract; jit: jax.jit with the step's compiler options
     """
     passes = tuple(_passes(one.layout, state))
+    values_read = one.layout.shardings
     programs: dict[ParameterGroup, Wrapped] = {}
     # Units of equal layers share a program: it knows neither its unit nor the layer's number, which
     # is an argument. So a model has a few programs, however many layers it has.
@@ -194,7 +196,7 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
         if group in programs:
             continue
         shardings = UpdateResults(
-            group.select(one.layout.shardings),
+            group.select(values_read),
             [array.sharding for array in blocks.arrays],
             one.layout.everywhere,
             one.layout.everywhere,
