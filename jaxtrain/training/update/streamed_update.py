@@ -98,8 +98,8 @@ class UpdateInputs(NamedTuple):
     state:     the layer's moments, by tree and then by parameter, then its masters
     counts:    of updates before the step, the scalars of the optimizer's state
     guard:     of the step
-    squares:   the sum of the squares of the masters that are updated already, float32; None where
-               parameters are not masters
+    squares:   the sum of the squares of the parameters that are updated already, float32; None
+               where no parameter is a master
     keys:      of the layer's random numbers, or None
     layer:     the number of the layer in its stack, int32
     """
@@ -114,12 +114,12 @@ class UpdateInputs(NamedTuple):
 
 
 class UpdateResults(NamedTuple):
-    """The results of such an update.
+    """The results of the update of one layer of a group.
 
     values:  of the group as ops read them, of all layers
     state:   the layer's, as in UpdateInputs
     counts:  of updates with this one
-    squares: with those of this layer's masters
+    squares: with those of this layer's parameters
     """
 
     values: list[Any]
@@ -304,11 +304,11 @@ def _update(
     guard = inputs.guard
     updated = optimizer.update(gradients, state, params, guard.finite, guard.norm)
     moved = balance.move(specs, updated.values, with_counts, one.balance_rate, guard.finite)
-    new_masters = group.order(moved)
+    new_params = group.order(moved)
 
     # 3. Back into the stacks that ops read, and to the disk.
     results = []
-    for value, new, storage, read in zip(values, new_masters, scattered, shardings, strict=True):
+    for value, new, storage, read in zip(values, new_params, scattered, shardings, strict=True):
         read_values = gathered(new, value.dtype, storage, read)
         if stacked:
             read_values = lax.dynamic_update_slice_in_dim(value, read_values, layer, 1)
@@ -317,10 +317,10 @@ def _update(
     pairs = list(zip(parts.parts, parts.follow, strict=True))
     counts = [part for part, follows in pairs if not follows]
     new_state = [array for part, follows in pairs if follows for array in group.order(part)]
-    new_state += [new for new, master in zip(new_masters, has_master, strict=True) if master]
+    new_state += [new for new, master in zip(new_params, has_master, strict=True) if master]
     squares = inputs.squares
     if squares is not None:
-        squares += sum(jnp.square(new).sum() for new in new_masters)
+        squares += sum(jnp.square(new).sum() for new in new_params)
     return UpdateResults(results, new_state, counts, squares)
 
 
