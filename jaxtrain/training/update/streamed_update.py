@@ -222,9 +222,9 @@ def _passes(
     tree: Any
     params, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
     # Numbers in place of the leaves, for arrays on disk are no leaves of a pytree.
-    numbers, follows, _ = parts_of(outline.unflatten(range(len(leaves))), tree)
+    numbers, follow, _ = parts_of(outline.unflatten(range(len(leaves))), tree)
     trees = [
-        tree.flatten_up_to(part) for part, is_tree in zip(numbers, follows, strict=True) if is_tree
+        tree.flatten_up_to(part) for part, follows in zip(numbers, follow, strict=True) if follows
     ]
     # For each parameter, the arrays of the optimizer's state in the order of its trees, and its
     # master if it has one.
