@@ -187,7 +187,7 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
     state: abstract; jit: jax.jit with the step's compiler options
     """
     passes = tuple(_passes(one.layout, state))
-    values_read = one.layout.shardings
+    value_shardings = one.layout.shardings
     programs: dict[ParameterGroup, Wrapped] = {}
     # Units of equal layers share a program: it knows neither its unit nor the layer's number, which
     # is an argument. So a model has a few programs, however many layers it has.
@@ -196,7 +196,7 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
         if group in programs:
             continue
         shardings = UpdateResults(
-            group.select(values_read),
+            group.select(value_shardings),
             [array.sharding for array in blocks.arrays],
             one.layout.everywhere,
             one.layout.everywhere,
