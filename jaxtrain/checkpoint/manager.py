@@ -10,7 +10,7 @@ steps aside or deletes them.
 
     directory/
       200/            a finished step; an unfinished one has another name, so it is never taken
-        state/        parameters, optimizer and step: layers in order, nothing padded (layout.py,
+        state/        parameters, optimizer and step: layers in order, nothing padded (regions.py,
                       storage.py)
         meta/         JSON: everything else that a run needs to resume
 

@@ -327,8 +327,7 @@ def _values(folder: epath.Path) -> Iterator[DatabaseValue]:
     nodes = [("", root["location"])] if "location" in root else []
     while nodes:
         prefix, location = nodes.pop()
-        # Checked before TensorStore reads it entirely: it ends the process where memory does not
-        # suffice.
+        # For the same reason a node's size is checked before TensorStore reads it.
         file, start, stop = _place(location)
         if stop > min(size_within(folder.parent, f"{folder.name}/{file}"), start + MOST_BYTES):
             raise ValueError(f"{file} is cut off")

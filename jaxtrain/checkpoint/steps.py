@@ -12,8 +12,8 @@ not show damage to the numbers of an array, which is found when the array is rea
 
 No jax, so that commands find errors before they start it.
 
-Begin with `choose`; `look_at` and `what_is_wrong` are its two checks of a step, the second of which
-reads files.
+Begin with `choose`; `look_at` and `what_is_wrong` are its two checks of a step: the first reads its
+meta alone, the second compares its files with the manifest.
 """
 
 import contextlib

@@ -100,8 +100,8 @@ class OneStep:
         need the updated state.
 
         state: updated, with the number of steps before this one
-        squares: the sum of the squares of all masters, which the updates have added up since
-            masters never are on the devices together; None if parameters are not masters
+        squares: the sum of the squares of all parameters, which the updates have added up since
+            masters never are on the devices together; None if no parameter is a master
         """
         if squares is None:
             layout = self.layout

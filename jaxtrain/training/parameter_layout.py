@@ -332,10 +332,10 @@ class ParameterLayout:
         tree: Any  # jax's type of a structure has no methods for mypy
         specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
         shardings = tree.flatten_up_to(self.scattered)
-        parts, trees, outline = parts_of(jax.eval_shape(optimizer.init, self.shapes), tree)
+        parts, follow, outline = parts_of(jax.eval_shape(optimizer.init, self.shapes), tree)
         # The n-th tree of the state has the n-th array of each parameter, by the record's `state`.
         results, number = [], 0
-        for part, follows in zip(parts, trees, strict=True):
+        for part, follows in zip(parts, follow, strict=True):
             if not follows:
                 results.append(of_others(part))
                 continue

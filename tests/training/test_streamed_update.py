@@ -146,7 +146,8 @@ def test_checkpoints_do_not_know_of_it(tmp_path):
 
 
 def test_a_first_state_without_the_file(tmp_path):
-    """As when op times are measured: ops read the copies of masters, and all else is in memory."""
+    """Op times are measured with such a state: ops read the copies of masters, and all else is in
+    memory."""
     disk = {"parallel.offload": "optimizer", "parallel.offload_directory": str(tmp_path)}
     cfg = MORE["masters"].config({"model.layers": 2} | disk)
     step = make_step(cfg, small.mesh_of(cfg))

@@ -98,8 +98,8 @@ class UpdateInputs(NamedTuple):
     state:     the layer's moments, by tree and then by parameter, then its masters
     counts:    of updates before the step, the scalars of the optimizer's state
     guard:     of the step
-    squares:   the sum of the squares of the masters that are updated already, float32; None where
-               parameters are not masters
+    squares:   the sum of the squares of the parameters that are updated already, float32; None
+               where no parameter is a master
     keys:      of the layer's random numbers, or None
     layer:     the number of the layer in its stack, int32
     """
@@ -114,12 +114,12 @@ class UpdateInputs(NamedTuple):
 
 
 class UpdateResults(NamedTuple):
-    """The results of such an update.
+    """The results of the update of one layer of a group.
 
     values:  of the group as ops read them, of all layers
     state:   the layer's, as in UpdateInputs
     counts:  of updates with this one
-    squares: with those of this layer's masters
+    squares: with those of this layer's parameters
     """
 
     values: list[Any]
@@ -152,15 +152,16 @@ class StreamedUpdate:
         counts = jax.tree.leaves(self.state.optimizer)
         guard = Guard(scalar(jnp.float32), scalar(jnp.bool_) if self.one.skips else None)
         squares = scalar(jnp.float32) if self.layout.masters else None
+        values_read, scattered = self.state.read, self.layout.scattered
         lowered: dict[Wrapped, Lowered] = {}
         for group, blocks in self.passes:
             program = self.programs[group]
             if program in lowered:
                 continue
-            values = group.select(self.state.read)
+            values = group.select(values_read)
             gradients = [
                 jax.ShapeDtypeStruct(value.shape, jnp.float32, sharding=sharding)
-                for value, sharding in zip(values, group.select(self.layout.scattered), strict=True)
+                for value, sharding in zip(values, group.select(scattered), strict=True)
             ]
             # One layer of each stack; an array outside of stacks entirely.
             state = [
@@ -186,6 +187,7 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
     state: abstract; jit: jax.jit with the step's compiler options
     """
     passes = tuple(_passes(one.layout, state))
+    value_shardings = one.layout.shardings
     programs: dict[ParameterGroup, Wrapped] = {}
     # Units of equal layers share a program: it knows neither its unit nor the layer's number, which
     # is an argument. So a model has a few programs, however many layers it has.
@@ -194,7 +196,7 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
         if group in programs:
             continue
         shardings = UpdateResults(
-            group.select(one.layout.shardings),
+            group.select(value_shardings),
             [array.sharding for array in blocks.arrays],
             one.layout.everywhere,
             one.layout.everywhere,
@@ -220,9 +222,9 @@ def _passes(
     tree: Any
     params, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
     # Numbers in place of the leaves, for arrays on disk are no leaves of a pytree.
-    numbers, follows, _ = parts_of(outline.unflatten(range(len(leaves))), tree)
+    numbers, follow, _ = parts_of(outline.unflatten(range(len(leaves))), tree)
     trees = [
-        tree.flatten_up_to(part) for part, is_tree in zip(numbers, follows, strict=True) if is_tree
+        tree.flatten_up_to(part) for part, follows in zip(numbers, follow, strict=True) if follows
     ]
     # For each parameter, the arrays of the optimizer's state in the order of its trees, and its
     # master if it has one.
@@ -302,11 +304,11 @@ def _update(
     guard = inputs.guard
     updated = optimizer.update(gradients, state, params, guard.finite, guard.norm)
     moved = balance.move(specs, updated.values, with_counts, one.balance_rate, guard.finite)
-    new_masters = group.order(moved)
+    new_params = group.order(moved)
 
     # 3. Back into the stacks that ops read, and to the disk.
     results = []
-    for value, new, storage, read in zip(values, new_masters, scattered, shardings, strict=True):
+    for value, new, storage, read in zip(values, new_params, scattered, shardings, strict=True):
         read_values = gathered(new, value.dtype, storage, read)
         if stacked:
             read_values = lax.dynamic_update_slice_in_dim(value, read_values, layer, 1)
@@ -315,10 +317,10 @@ def _update(
     pairs = list(zip(parts.parts, parts.follow, strict=True))
     counts = [part for part, follows in pairs if not follows]
     new_state = [array for part, follows in pairs if follows for array in group.order(part)]
-    new_state += [new for new, master in zip(new_masters, has_master, strict=True) if master]
+    new_state += [new for new, master in zip(new_params, has_master, strict=True) if master]
     squares = inputs.squares
     if squares is not None:
-        squares += sum(jnp.square(new).sum() for new in new_masters)
+        squares += sum(jnp.square(new).sum() for new in new_params)
     return UpdateResults(results, new_state, counts, squares)
 
 
