@@ -197,8 +197,8 @@ class LayerSplit:
         return other
 
     def placed(self, hosted: HostRule) -> "LayerSplit":
-        """The same cut, with the residuals for whose makers `hosted` is true in the host's
-        memory."""
+        """The layer with the same cut, whose residuals lie in the host's memory where `hosted` is
+        true for the equations that make them."""
         other = copy.copy(self)
         places = lambda values: [hosted(self._flat.maker.get(value)) for value in values]
         other.on_host = Residuals(places(self._crossing.for_b), places(self._crossing.for_w))

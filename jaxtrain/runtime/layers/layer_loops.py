@@ -224,8 +224,9 @@ def run_loops(
 def run_loops_gathering(
     loops: Sequence[Loop], body: LayerBody, gathered: Callable[[LayerNumber], Any], carry
 ):
-    """The same, where gathered(i) has collectives: each layer's trip begins with the gathers of the
-    next layer, so that they overlap with this layer's products."""
+    """carry = body(range, i, gathered(i), carry) for each layer i. `gathered` has collectives: each
+    layer's trip begins with those of the next layer, so that they overlap with this layer's
+    products."""
     # The first layer's parameters are gathered before all loops; nothing overlaps with that.
     way = -1 if loops[0].reverse else 1
     state = gathered(loops[0].layer(0)), carry
