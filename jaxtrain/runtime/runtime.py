@@ -161,7 +161,7 @@ class Runtime:
         # before sequences are split over `context`: the next token may be on another device
         batch = look_ahead(batch, self.parts.cfg.mtp_depth)
         columns = self._columns(batch) if columns is None else columns
-        out_specs = LossesAndGradients(losses, self._parameters.gradient_specs().present())
+        out_specs = LossesAndGradients(losses, self._parameters.stored_specs().present())
         return self._in_manual_region(self._losses_and_gradients, params, batch, columns, out_specs)
 
     def several_steps(
@@ -176,7 +176,7 @@ class Runtime:
           batch: as for `losses`, of all steps: [steps · microbatches, sequences, T].
         """
         batch = look_ahead(batch, self.parts.cfg.mtp_depth)
-        specs = values_specs(held, self.reductions)
+        specs = values_specs(held, self._parameters.stored_specs().present())
         mtp_loss = P() if self.parts.cfg.mtp_depth else None
         out_specs = StepsResults(P(), Losses(P(), P(), mtp_loss), P(), P(), specs)
         body, columns = functools.partial(self._several_steps, rules), self._columns(batch)
