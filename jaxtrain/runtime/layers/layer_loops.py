@@ -148,6 +148,12 @@ def bounds_on_stage(ranges: Sequence[LayerRange], counts: Sequence[int], stage) 
     return bounds
 
 
+def layer_count(bounds: RangeBounds) -> LayerNumber:
+    """The number of a unit's layers on this stage. bounds: of its ranges, in the order of the
+    layers"""
+    return list(bounds.values())[-1][1] if bounds else 0
+
+
 # --- the plan -------------------------------------------------------------------------------------
 
 
@@ -175,9 +181,9 @@ class Loop:
     def run(self, step: Callable, carry):
         """carry = step(layer's number, carry) in each trip."""
         one = lambda trip, carry: step(self.layer(trip), carry)
-        return (
-            one(self.start, carry) if self.peeled else run_trips(self.start, self.stop, one, carry)
-        )
+        if self.peeled:
+            return one(self.start, carry)
+        return run_trips(self.start, self.stop, one, carry)
 
 
 def plan_loops(
