@@ -15,7 +15,7 @@ from support.small import nbytes, normal
 
 from jaxtrain.config.kernels import TargetDevice
 from jaxtrain.devices.mesh import AXES, make_mesh
-from jaxtrain.models import grouped_query as models_attention, rotary, transformer
+from jaxtrain.models import grouped_query, rotary, transformer
 from jaxtrain.parallel.attention import blockwise, causal
 from jaxtrain.runtime.layers.backward_split import (
     LayerOp,
@@ -226,7 +226,7 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
     B; none in W. What crosses is no mask, no place of a document and
     nothing else than activations, each once."""
     monkeypatch.setattr(causal, "target_device", lambda: TargetDevice(platform))
-    for module in (rotary, models_attention):
+    for module in (rotary, grouped_query):
         monkeypatch.setattr(module, "orders_by_heads", lambda: platform == "tpu")
     tokens, changes = (
         256,
