@@ -186,7 +186,7 @@ class LayerSplit:
         self._flat_by = _traced(layer, params, x, extra)
         # A quantized parameter is one leaf of `_tree`, of several arrays
         arrays, self._tree = jax.tree.flatten(params, is_leaf=is_quantized)
-        self._arrays_of = [len(jax.tree.leaves(a)) for a in arrays]
+        self._array_counts = [len(jax.tree.leaves(a)) for a in arrays]
         self._cut(keep)
 
     def recut(self, keep: KeepRule) -> "LayerSplit":
@@ -242,7 +242,7 @@ class LayerSplit:
         # WHOLE runs the layer as it is written, which may read each parameter.
         reads = [
             op is LayerOp.WHOLE or not used.isdisjoint(list(itertools.islice(arrays, count)))
-            for count in self._arrays_of
+            for count in self._array_counts
         ]
         return jax.tree.unflatten(self._tree, reads)
 

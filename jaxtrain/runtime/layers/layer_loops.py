@@ -74,8 +74,8 @@ class UnitCollectives:
 
     zero: whether ops gather each layer's parameters before they use them, and reduce its gradients
         once they have them
-    reductions: the `Reduction` of each parameter, in a pytree like one layer's parameters; None
-        where ops do neither
+    reductions: the `Reduction` of each parameter, in a pytree like one layer's parameters; it may
+        be None where ops do neither
     """
 
     zero: Zero = Zero()

@@ -402,9 +402,7 @@ class LayerStack:
         saved_of = dict(zip(self._ranges, saved, strict=True))
 
         def body(layers: LayerRange, i: LayerNumber, p, carry):
-            g, sums, *waiting = (
-                carry  # waiting: the gradients of the layer before, where it is late
-            )
+            g, sums, *waiting = carry  # waiting: the gradients of the layer before, where late
             at = i - layers.begin
             residuals = jax.tree.map(lambda a: host_memory.read_at(a, at), saved_of[layers])
             gradients, g = layers.split.gradients(p, self.extra(extra, i), residuals, g)
