@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.host_memory import read_at, write_at
-from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, positions_and_segments, take
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, positions_and_segments
 from jaxtrain.runtime.layers import overlapped
 from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged
@@ -407,7 +407,8 @@ class EndOps:
         if self.table.steps > 1:
             # The table has the losses of each step: [steps]. A microbatch adds to its step's.
             step = microbatch // self.table.microbatches_per_step
-            loss, mtp_loss = jax.tree.map(lambda of_steps: take(of_steps, step), of_all)
+            of_step = lambda a: lax.dynamic_index_in_dim(a, step, keepdims=False)
+            loss, mtp_loss = jax.tree.map(of_step, of_all)
             state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
         state, g = self.ends.loss_and_gradients(state, constants, microbatch, y)
         if self.table.steps > 1:
