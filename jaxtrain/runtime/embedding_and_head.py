@@ -186,8 +186,8 @@ def _added(zero: Zero, sums, gradients, reductions):
 
 
 def _in_turn(zero: Zero, reduced, gradients):
-    """Both; where each is reduced in its op, the gradients wait for the sums that were reduced
-    before them."""
+    """Returns (reduced, gradients). Where ops reduce gradients, these wait for the sums that were
+    reduced before them."""
     # XLA's GPU compiler would join all collectives to one at the op's end, which overlaps with no
     # product.
     if not zero.reduces_in_ops:

@@ -161,26 +161,26 @@ class Runtime:
         # before sequences are split over `context`: the next token may be on another device
         batch = look_ahead(batch, self.parts.cfg.mtp_depth)
         columns = self._columns(batch) if columns is None else columns
-        out_specs = LossesAndGradients(losses, self._parameters.gradient_specs().present())
+        out_specs = LossesAndGradients(losses, self._parameters.stored_specs().present())
         return self._in_manual_region(self._losses_and_gradients, params, batch, columns, out_specs)
 
     def several_steps(
-        self, params: dict, held: ValuesAndOptimizer, batch: dict, rules: UpdateRules
+        self, params: dict, stored: ValuesAndOptimizer, batch: dict, rules: UpdateRules
     ) -> StepsResults:
         """The results of a table of several steps, with their updates.
 
         Args:
           params: as for `losses`, and float32.
-          held: values and state of the optimizer, whose arrays are laid out as
+          stored: values and state of the optimizer, whose arrays are laid out as
             `Reduction.storage`.
           batch: as for `losses`, of all steps: [steps · microbatches, sequences, T].
         """
         batch = look_ahead(batch, self.parts.cfg.mtp_depth)
-        specs = values_specs(held, self.reductions)
+        specs = values_specs(stored, self._parameters.stored_specs().present())
         mtp_loss = P() if self.parts.cfg.mtp_depth else None
         out_specs = StepsResults(P(), Losses(P(), P(), mtp_loss), P(), P(), specs)
         body, columns = functools.partial(self._several_steps, rules), self._columns(batch)
-        return self._in_manual_region(body, params, batch, columns, out_specs, (held, specs))
+        return self._in_manual_region(body, params, batch, columns, out_specs, (stored, specs))
 
     def slot_bytes(self, sequences: int, tokens: int, documents: bool) -> dict[str, SlotBytes]:
         """Pool → bytes of one of its slots.
@@ -307,7 +307,7 @@ class Runtime:
         params: dict,
         batch: dict,
         columns: TickColumns,
-        held: ValuesAndOptimizer,
+        stored: ValuesAndOptimizer,
     ) -> StepsResults:
         assert self.slotted
         steps = self.slotted.table.steps
@@ -315,7 +315,7 @@ class Runtime:
         loss, mtp_loss = jnp.zeros(steps), jnp.zeros(steps) if self.parts.cfg.mtp_depth else None
         sums = self._parameters.zero_sums(constants.params)
         updates = Updates(rules, self._parameters, self._sum, self.mesh.shape[MODEL])
-        layers, ends, checks = updates.begin(held, loss, mtp_loss)
+        layers, ends, checks = updates.begin(stored, loss, mtp_loss)
         # Updates change the parameters, so the state carries them; as constants of the scan they
         # would stay as they were before the first step.
         groups: dict[str, Any] = {"layers": layers, "ends": ends, "checks": checks}

@@ -283,8 +283,9 @@ class ParameterPlan:
         """The specs over the manual axes with which parameters enter the manual region."""
         return self.each(lambda zero, _, r: restricted(zero.held(r), MANUAL_AXES))
 
-    def gradient_specs(self) -> ModelTree:
-        """Those with which gradients leave it."""
+    def stored_specs(self) -> ModelTree:
+        """The specs over the manual axes of arrays laid out as `Reduction.storage`: the gradients
+        that leave the manual region, and the values that updates change."""
         return self.each(lambda zero, _, r: restricted(r.storage, MANUAL_AXES))
 
     def as_used(
@@ -335,7 +336,8 @@ class ParameterPlan:
         return ModelTree(layers=jax.tree.map(zeros, specs, reductions, sums.layers))
 
     def reduced(self, sums: Tree) -> Tree:
-        """The gradients by the parts of the model, from their sums after the last tick."""
+        """The gradients by the parts of the model, from their sums after all of a step's
+        microbatches."""
         return {
             name: jax.tree.map(
                 functools.partial(self._reduced, name), getattr(self.reductions, name), tree

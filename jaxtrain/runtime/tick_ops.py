@@ -412,7 +412,7 @@ class EndOps:
             state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
         state, g = self.ends.loss_and_gradients(state, constants, microbatch, y)
         if self.table.steps > 1:
-            put_back = lambda a, new: lax.dynamic_update_index_in_dim(a, new, step, 0)
+            put_back = lambda of_steps, a: lax.dynamic_update_index_in_dim(of_steps, a, step, 0)
             loss, mtp_loss = jax.tree.map(put_back, of_all, (state.loss, state.mtp_loss))
             state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
         g = self._on_stage(g, read_at(pools.gradient, slot), self.ends.last_stage)

@@ -28,14 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import MANUAL_AXES
-from jaxtrain.devices.sharding import restricted
 from jaxtrain.models.spec import is_spec
 from jaxtrain.parallel.zero import (
     Reduction,
     gather_stored,
     norms_of,
-    reduce,
     stored_squares,
 )
 from jaxtrain.runtime.state_plan import ParameterPlan
@@ -79,14 +76,12 @@ class ValuesAndOptimizer:
     ends: Any
 
 
-def values_specs(state: ValuesAndOptimizer, reductions: Tree) -> ValuesAndOptimizer:
+def values_specs(state: ValuesAndOptimizer, stored: Tree) -> ValuesAndOptimizer:
     """The specs of `state` over the manual axes. The optimizer's state has trees of arrays like the
-    parameters, which are sharded as these, and scalars, which are replicated."""
-    stored = jax.tree.map(
-        lambda r: restricted(r.storage, MANUAL_AXES),
-        reductions,
-        is_leaf=lambda r: isinstance(r, Reduction),
-    )
+    parameters, which are sharded as these, and scalars, which are replicated.
+
+    stored: the specs of the values
+    """
 
     def of_optimizer(optimizer: Any, specs: Tree) -> Any:
         outline: Any = jax.tree.structure(specs)
@@ -126,9 +121,8 @@ class GroupUpdate:
             for tree in (self.parameters.specs, self.parameters.reductions, state.gradients)
         )
         # From here on arrays are shards, as ZeRO lays them out: each device updates its own.
-        dtype = self.parameters.zero.dtype
         # Values and the optimizer's state have the dimension of stages; the sums get it, too.
-        gradients = jax.tree.map(lambda r, g: reduce(g, r, dtype), reductions, stage_added(sums))
+        gradients = self.parameters.reduced(stage_added(sums))
         # No norm of all gradients is known yet, and the rule neither clips nor skips.
         values, optimizer = self.rule(gradients, group.optimizer, group.values)
 

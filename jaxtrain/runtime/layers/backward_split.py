@@ -186,7 +186,7 @@ class LayerSplit:
         self._flat_by = _traced(layer, params, x, extra)
         # A quantized parameter is one leaf of `_tree`, of several arrays
         arrays, self._tree = jax.tree.flatten(params, is_leaf=is_quantized)
-        self._arrays_of = [len(jax.tree.leaves(a)) for a in arrays]
+        self._array_counts = [len(jax.tree.leaves(a)) for a in arrays]
         self._cut(keep)
 
     def recut(self, keep: KeepRule) -> "LayerSplit":
@@ -197,8 +197,8 @@ class LayerSplit:
         return other
 
     def placed(self, hosted: HostRule) -> "LayerSplit":
-        """The same cut, with the residuals for whose makers `hosted` is true in the host's
-        memory."""
+        """The layer with the same cut, whose residuals lie in the host's memory where `hosted` is
+        true for the equations that make them."""
         other = copy.copy(self)
         places = lambda values: [hosted(self._flat.maker.get(value)) for value in values]
         other.on_host = Residuals(places(self._crossing.for_b), places(self._crossing.for_w))
@@ -242,7 +242,7 @@ class LayerSplit:
         # WHOLE runs the layer as it is written, which may read each parameter.
         reads = [
             op is LayerOp.WHOLE or not used.isdisjoint(list(itertools.islice(arrays, count)))
-            for count in self._arrays_of
+            for count in self._array_counts
         ]
         return jax.tree.unflatten(self._tree, reads)
 

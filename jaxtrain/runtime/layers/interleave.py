@@ -200,7 +200,7 @@ class _Evaluation:
 
 
 def side_by_side(first: TracedOp, second: TracedOp) -> tuple[Any, Any]:
-    """The results of both, with messages of each beside products of the other."""
+    """The results of both ops, with messages of each beside products of the other."""
     # The partitioner splits arrays over `model`: an array's first number is then on one device
     # alone, and nothing can wait for it without a collective.
     if jax.sharding.get_abstract_mesh().shape.get(MODEL, 1) > 1:

@@ -74,8 +74,8 @@ class UnitCollectives:
 
     zero: whether ops gather each layer's parameters before they use them, and reduce its gradients
         once they have them
-    reductions: the `Reduction` of each parameter, in a pytree like one layer's parameters; None
-        where ops do neither
+    reductions: the `Reduction` of each parameter, in a pytree like one layer's parameters; it may
+        be None where ops do neither
     """
 
     zero: Zero = Zero()
@@ -148,6 +148,12 @@ def bounds_on_stage(ranges: Sequence[LayerRange], counts: Sequence[int], stage) 
     return bounds
 
 
+def layer_count(bounds: RangeBounds) -> LayerNumber:
+    """The number of a unit's layers on this stage. bounds: of its ranges, in the order of the
+    layers"""
+    return list(bounds.values())[-1][1] if bounds else 0
+
+
 # --- the plan -------------------------------------------------------------------------------------
 
 
@@ -175,9 +181,9 @@ class Loop:
     def run(self, step: Callable, carry):
         """carry = step(layer's number, carry) in each trip."""
         one = lambda trip, carry: step(self.layer(trip), carry)
-        return (
-            one(self.start, carry) if self.peeled else run_trips(self.start, self.stop, one, carry)
-        )
+        if self.peeled:
+            return one(self.start, carry)
+        return run_trips(self.start, self.stop, one, carry)
 
 
 def plan_loops(
@@ -224,8 +230,9 @@ def run_loops(
 def run_loops_gathering(
     loops: Sequence[Loop], body: LayerBody, gathered: Callable[[LayerNumber], Any], carry
 ):
-    """The same, where gathered(i) has collectives: each layer's trip begins with the gathers of the
-    next layer, so that they overlap with this layer's products."""
+    """carry = body(range, i, gathered(i), carry) for each layer i. `gathered` has collectives: each
+    layer's trip begins with those of the next layer, so that they overlap with this layer's
+    products."""
     # The first layer's parameters are gathered before all loops; nothing overlaps with that.
     way = -1 if loops[0].reverse else 1
     state = gathered(loops[0].layer(0)), carry

@@ -29,6 +29,7 @@ from jaxtrain.runtime.layers.layer_loops import (
     Loop,
     UnitCollectives,
     bounds_on_stage,
+    layer_count,
     plan_loops,
     run_loops,
     run_loops_gathering,
@@ -359,7 +360,7 @@ class LayerStack:
         shards, *waiting = self._run(self._plan(op, peel_first=late), op, body, params, (shards,))
         if not waiting:
             return shards
-        return with_reduced(shards, waiting[0], self.bounds[self._ranges[-1]][1] - 1)
+        return with_reduced(shards, waiting[0], layer_count(self.bounds) - 1)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -401,9 +402,7 @@ class LayerStack:
         saved_of = dict(zip(self._ranges, saved, strict=True))
 
         def body(layers: LayerRange, i: LayerNumber, p, carry):
-            g, sums, *waiting = (
-                carry  # waiting: the gradients of the layer before, where it is late
-            )
+            g, sums, *waiting = carry  # waiting: the gradients of the layer before, where late
             at = i - layers.begin
             residuals = jax.tree.map(lambda a: host_memory.read_at(a, at), saved_of[layers])
             gradients, g = layers.split.gradients(p, self.extra(extra, i), residuals, g)

@@ -29,6 +29,7 @@ from jaxtrain.runtime.layers.layer_loops import (
     LayerRange,
     RangeBounds,
     larger,
+    layer_count,
     run_trips,
     smaller,
 )
@@ -72,15 +73,8 @@ class Forward:
         layer_op = LayerOp.WHOLE if recomputed else LayerOp.FORWARD
         return layers.split.forward(layer_op, p, x, self.stack.extra(self.extra, i))
 
-    def with_saved(
-        self,
-        layers: LayerRange,
-        i: LayerNumber,
-        x: jax.Array,
-        residuals: Residuals | None,
-        pools: Pools,
-    ) -> Pools:
-        return self.stack.slots(layers, i, self.slots).with_saved(pools, self.op, x, residuals)
+    def slots_of(self, layers: LayerRange, i: LayerNumber) -> LayerSlots:
+        return self.stack.slots(layers, i, self.slots)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,9 +123,7 @@ def plan_pairs(f_bounds: RangeBounds, b_bounds: RangeBounds) -> list[PairLoop]:
 
     f_bounds, b_bounds: of each unit's ranges, in the order of the layers
     """
-    f_count, b_count = (
-        list(bounds.values())[-1][1] if bounds else 0 for bounds in (f_bounds, b_bounds)
-    )
+    f_count, b_count = map(layer_count, (f_bounds, b_bounds))
     f_trips = [(layers, begin, end) for layers, (begin, end) in f_bounds.items()]
     # B runs its unit from the last layer on, so its ranges count from there.
     b_trips = [
@@ -156,7 +148,7 @@ def forward_and_input_gradient(
     with what both save).
     """
     b_ranges = backward.stack.bounds
-    b_count = list(b_ranges.values())[-1][1] if b_ranges else 0
+    b_count = layer_count(b_ranges)
     layer_of_b = lambda trip: b_count - 1 - trip
 
     def both(f: LayerRange, b: LayerRange, trip: LayerNumber, carry: _PairCarry) -> _PairCarry:
@@ -168,13 +160,13 @@ def forward_and_input_gradient(
         (g, stash), (y, saved) = side_by_side(
             backward.layer(b, layer_of_b(trip), residuals, g), forward.layer(f, trip, x)
         )
-        pools = forward.with_saved(f, trip, x, saved, pools)
+        pools = forward.slots_of(f, trip).with_saved(pools, forward.op, x, saved)
         return y, g, b_slots.with_weight_stash(pools, stash)
 
     def f_alone(f: LayerRange, trip: LayerNumber, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry
         y, saved = forward.layer(f, trip, x).run()
-        return y, g, forward.with_saved(f, trip, x, saved, pools)
+        return y, g, forward.slots_of(f, trip).with_saved(pools, forward.op, x, saved)
 
     def b_alone(b: LayerRange, trip: LayerNumber, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry

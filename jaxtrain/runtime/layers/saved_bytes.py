@@ -101,8 +101,9 @@ def keep_rule(mode: str, save: Sequence[str]) -> KeepRule:
 
 
 def host_rule(mode: str, save: Sequence[str], offload: bool = False) -> HostRule:
-    """What of that lies in the host's memory: the values that `save` has there, with `offload` all;
-    with full the layer's input at most, from which R makes the rest in the device's memory."""
+    """What a layer's forward saves in the host's memory: the values that `save` has there, with
+    `offload` all; with full the layer's input at most, from which R makes the rest in the device's
+    memory."""
     if offload and mode != "full":
         return lambda maker: True
     # A layer's input has no equation that makes it, and so no maker: it is asked for by its name.
