@@ -106,7 +106,7 @@ def _in_lines(error: TableError, lines: list[int]) -> FileError:
     )
 
 
-# --- reading: the table of what a file has -------------------------------------------------------
+# --- reading: the table of a file's contents ------------------------------------------------------
 
 
 def _table(lines: Lines, stem: str) -> Table:
