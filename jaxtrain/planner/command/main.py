@@ -248,8 +248,8 @@ def _plans(
     if flags.refused:
         layout_search.check_fits(space)
         return None, []
-    found = layout_search.best_plans(space, tokens)
-    return layout_search.laid_out(space, found[0].work.layout), found
+    best = layout_search.best_plans(space, tokens)
+    return layout_search.laid_out(space, best[0].work.layout), best
 
 
 def check_settings(config: Config, recipe: Config) -> None:

@@ -188,8 +188,8 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
     bounds = ((_lower_bound(work), work) for work in _cuts(space, offload))
     waiting = [(least, (least, i), work, CUT) for i, (least, work) in enumerate(bounds)]
     remats = layout_flag.choices("remat")[::-1]  # the fastest first
-    found = _fitting(space, waiting, remats, lambda layout: group(layout) in best)
-    for candidate in itertools.islice(found, BEST):
+    fastest = _fitting(space, waiting, remats, lambda layout: group(layout) in best)
+    for candidate in itertools.islice(fastest, BEST):
         best[group(candidate.layout)] = _with_replicas(space, candidate)
     return sorted(best.values(), key=operator.attrgetter("seconds"))
 
