@@ -14,7 +14,8 @@ from jaxtrain import cli, config as cfg
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.schedule import by_name
 from jaxtrain.schedule.clocks.times import Times
-from jaxtrain.schedule.files.order_csv import read_schedule
+from jaxtrain.schedule.files.order_csv import read_schedule, to_order_csv
+from jaxtrain.schedule.files.table_csv import to_csv
 from jaxtrain.schedule.orders import (
     CSV,
     FUSED,
@@ -156,7 +157,7 @@ FLAGS = (
     Flag("svg", "", "write the timeline (coupled clock) to this file"),
     Flag("png", "", "as --svg, drawn by matplotlib"),
 )
-CSV_FORMATS = ("table", "pytorch")
+CSV_FORMATS = {"table": to_csv, "pytorch": to_order_csv}
 OUTPUTS = ("csv", "svg", "png")  # flags that name a file to write
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
 MOST_CELLS = 200_000  # stages · repeats · (stages + microbatches): some ten seconds
@@ -184,7 +185,7 @@ def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
         ("schedule", (flags.schedule,) if of_file else by_name.NAMES),
         ("vocabulary", VOCABULARIES),
         ("permute", by_name.PERMUTES),
-        ("csv_format", CSV_FORMATS),
+        ("csv_format", tuple(CSV_FORMATS)),
     ):
         value = getattr(flags, flag)
         if value not in known:

@@ -24,8 +24,6 @@ from jaxtrain.run.progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, table_search
 from jaxtrain.schedule.clocks.independent import NotFused
 from jaxtrain.schedule.clocks.simulate import comparison, figures, simulate, summary
-from jaxtrain.schedule.files.order_csv import to_order_csv
-from jaxtrain.schedule.files.table_csv import to_csv
 from jaxtrain.schedule.orders import (
     AUTO,
     FUSED,
@@ -38,9 +36,15 @@ from jaxtrain.schedule.repeated_table import repeated
 from jaxtrain.schedule.table import ROUNDING, Table, TableError
 from jaxtrain.schedule.table_spec import memory_of
 from jaxtrain.schedule.validator import check
-from jaxtrain.schedule_flags import DESCRIPTION, FLAGS, OUTPUTS, ScheduleRequest, check_flags
+from jaxtrain.schedule_flags import (
+    CSV_FORMATS,
+    DESCRIPTION,
+    FLAGS,
+    OUTPUTS,
+    ScheduleRequest,
+    check_flags,
+)
 
-WRITERS = {"table": to_csv, "pytorch": to_order_csv}  # of CSV_FORMATS
 # of tables that are made only to improve an error: some seconds with --compare
 MOST_REFUSED_CELLS = 1_000
 
@@ -160,7 +164,7 @@ def one(request: ScheduleRequest, report: table_search.ReportProgress) -> Shown:
         sizes += f", {table.steps} steps in a program"
     title = f"{table.name}: {sizes}, coupled bubble {result.bubble_fraction_coupled:.1%}"
     content: dict[str, Callable[[], bytes]] = {
-        "csv": lambda: WRITERS[flags.csv_format](table).encode(),
+        "csv": lambda: CSV_FORMATS[flags.csv_format](table).encode(),
         "svg": lambda: drawing.svg(table, result.timeline_coupled, title).encode(),
         "png": lambda: drawing.png(table, result.timeline_coupled, title),
     }

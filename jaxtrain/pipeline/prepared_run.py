@@ -3,7 +3,7 @@
     Config ──check_run──▶ CheckedRun ──prepare──▶ PreparedRun ──▶ loop.run, replay, dry_run
 
 Both keep the config as it was requested: where something does not fit later on, the flags that an
-error suggests are changes of that one (checks.py).
+error suggests are changes of that one (config/rules/checks.py).
 """
 
 import dataclasses

@@ -34,8 +34,8 @@ CORPUS = {"data.source": "YOUR_DATA", "data.tokenizer": "YOUR_TOKENIZER"}
 
 def check_run(config: Config, environment: checks.Environment) -> CheckedRun:
     """The config on its mesh, which keeps the rules of settings, devices and the files that it
-    names. Raises ConfigError for the first broken rule. No table is made for
-    it, but its fixes keep the environment's rules, too."""
+    names. Raises ConfigError for the first broken rule. No table is made for it, but its fixes keep
+    the environment's rules, too."""
     if checks.first_violation(config, dataclasses.replace(environment, rules=RULES)):
         checks.check(config, environment)
     return CheckedRun(config, environment, on_mesh(config, environment.devices))

@@ -1,7 +1,7 @@
 """Packing: the orders of the stages' ops become a table. Chunks are cut into units, ops get their
 ticks, and ticks their permutes.
 
-There are four packings; the coupled clock of simulate.py says which is fastest:
+There are four packings; the coupled clock (clocks/coupled.py) says which is fastest:
 
     late      every tick that makes messages ends with a permute. It needs the fewest ticks; a tick
               lasts as long as the longest op of a stage and its neighbours

@@ -72,9 +72,8 @@ def same_sums(several: Table, one: Table) -> bool:
         microbatches = np.stack([table.head, table.embed_gradient], axis=1)  # as in a tick
         return [(int(microbatches[tick, op]), op) for tick, op in np.argwhere(microbatches >= 0)]
 
-    # Floating-point sums depend on their order. Heads and embedding's gradients add to the same
-    # array where the tables are tied, and a program of several steps must give the same bits as
-    # steps one by one. One step: (0, 0) (1, 0) (0, 1) (1, 1); each of several must have these.
+    # A program of several steps must give the same bits as steps one by one. If one step has
+    # (0, 0) (1, 0) (0, 1) (1, 1), each of several must have these in this order.
     of_steps: list[list[tuple[int, int]]] = [[] for _ in range(several.steps)]
     for microbatch, op in order(several):
         step, number = divmod(microbatch, one.microbatches)

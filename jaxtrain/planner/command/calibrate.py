@@ -219,7 +219,8 @@ def calibrate(
         ]
         groups = _announced(cases, "collectives of {2} KiB over {0} devices", 0.75, 0.25, report)
         collectives = [timed for n, size, _ in groups for timed in bench.collectives(n, size)]
-        name, joined = tiers[0].name if tiers else "local", len(devices) * (len(tiers) > 1)
+        name = tiers[0].name if tiers else "local"
+        joined = len(devices) if len(tiers) > 1 else 0
         tier, error = fit_links(collectives, base, name, joined)
         fits.append(f"{len(collectives)} collectives {error:.0%}")
         tiers = (tier, *tiers[1:])

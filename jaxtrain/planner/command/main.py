@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli, config as cfg
-from jaxtrain.config import kernels
+from jaxtrain.config import Config, ConfigError, MeshedConfig, UsageError, kernels
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.recipes import recipe_text
 from jaxtrain.config.rules import checks
@@ -31,10 +31,12 @@ from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.pipeline.run_checks import default_corpus
 from jaxtrain.planner.command import picture
 from jaxtrain.planner.layer import hardware
+from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, layout_search
 from jaxtrain.planner.search.explain import aligned, amount, explained, table
+from jaxtrain.planner.search.layout_search import Space
 from jaxtrain.planner.search.predict import Prediction, exactly, predict, with_op_times
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
@@ -176,7 +178,7 @@ class Output:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
-def planned(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> Output:
+def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
     """The output that the flags ask for; empty where they are refused anyhow and it would take
     long. Raises UsageError or ConfigError."""
     if flags.advise:
@@ -185,14 +187,14 @@ def planned(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config
             advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)
         )
     if flags.assume not in FRAMEWORKS:
-        raise cfg.UsageError(
+        raise UsageError(
             f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})",
             {"assume": difflib.get_close_matches(flags.assume, FRAMEWORKS, 1, 0.0)[0]},
         )
     for flag, otherwise in FILES.items():
         cli.check_output(flag, path := getattr(flags, flag), otherwise)
         if path and path in [getattr(flags, other) for other in FILES if other < flag]:
-            raise cfg.UsageError(
+            raise UsageError(
                 f"--{flag}={cfg.shown(path)} is another flag's file", {flag: otherwise}
             )
     check_settings(config, recipe)
@@ -217,7 +219,7 @@ def planned(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config
     return _output(flags, laid_out, recipe, kind, report)
 
 
-def plans(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> list[Prediction]:
+def plans(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[Prediction]:
     """The plans that the flags ask for on one kind of device, the fastest first; [] where the flags
     are refused anyhow. Raises UsageError or ConfigError."""
     check_settings(config, recipe)
@@ -226,8 +228,8 @@ def plans(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) 
 
 
 def _plans(
-    space: layout_search.Space, flags: types.SimpleNamespace
-) -> tuple[cfg.MeshedConfig | None, list[Prediction]]:
+    space: Space, flags: types.SimpleNamespace
+) -> tuple[MeshedConfig | None, list[Prediction]]:
     """The config with the layout of the first plan, and the plans: of --layout, or of the best
     layouts; (None, []) where other flags are refused and a search would take minutes."""
     tokens = flags.tokens or None
@@ -238,7 +240,7 @@ def _plans(
         sizes = [getattr(space.config.mesh, axis) for axis in AXES]
         known = [size for size in sizes if isinstance(size, int) and size > 0]
         if len(known) < len(sizes):
-            raise cfg.UsageError(
+            raise UsageError(
                 "--devices is not given, and the recipe's mesh leaves the number open",
                 {"devices": math.prod(known)},
             )
@@ -246,20 +248,20 @@ def _plans(
     if flags.refused:
         layout_search.check_fits(space)
         return None, []
-    found = layout_search.best_plans(space, tokens)
-    return layout_search.laid_out(space, found[0].work.layout), found
+    best = layout_search.best_plans(space, tokens)
+    return layout_search.laid_out(space, best[0].work.layout), best
 
 
-def check_settings(config: cfg.Config, recipe: cfg.Config) -> None:
+def check_settings(config: Config, recipe: Config) -> None:
     """Raises ConfigError for the first setting that breaks a rule by itself, also of those that a
     layout replaces."""
     for path in cfg.fields():
         value = cfg.get(config, path)
         if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
-            raise cfg.ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
+            raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
 
 
-def _planned_groups(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> Output:
+def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
     """The output for a layout over groups of devices. Raises UsageError or ConfigError."""
     _refuse_others(
         flags,
@@ -270,7 +272,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: cfg.Config, recipe: cf
     space = [_space(config, recipe, flags, group.hardware) for group in groups][0]
     count = sum(group.devices for group in groups)
     if flags.devices not in (0, count):
-        raise cfg.UsageError(
+        raise UsageError(
             f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}",
             {"devices": count},
         )
@@ -290,7 +292,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: cfg.Config, recipe: cf
     laid_out = _laid_out(space, flags.layout)
     try:
         plan = heterogeneous.plan(laid_out.resolve(), groups, flags.assume)
-    except (cfg.ConfigError, cfg.UsageError):
+    except (ConfigError, UsageError):
         raise
     except ValueError as error:
         raise refused(
@@ -312,7 +314,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: cfg.Config, recipe: cf
 
 
 def _with_notes(
-    figures: Mapping[str, Any], given: cfg.Config, config: cfg.MeshedConfig, kind: hardware.Hardware
+    figures: Mapping[str, Any], given: Config, config: MeshedConfig, kind: Hardware
 ) -> Mapping[str, Any]:
     """The figures of a plan, with a note for each setting that has no use in its config, and for
     names in `pipeline.save` that do not go with its recomputation.
@@ -335,9 +337,9 @@ def _with_notes(
 
 def _output(
     flags: types.SimpleNamespace,
-    config: cfg.Config,
-    recipe: cfg.Config,
-    kind: hardware.Hardware,
+    config: Config,
+    recipe: Config,
+    kind: Hardware,
     report: picture.PlanReport,
 ) -> Output:
     """The output of a plan: its figures or its lines, its command, and the requested files. The
@@ -384,9 +386,7 @@ def _output(
     return Output([*report.heading, *report.lines(), *train], files)
 
 
-def _command(
-    flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config, kind: hardware.Hardware
-) -> str:
+def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind: Hardware) -> str:
     """The command that trains a plan's config: `train` with the flags that make it of the recipe.
     Simulated devices are asked for; processes on several GPU hosts need flags to find each other,
     those of a TPU slice do not."""
@@ -405,11 +405,11 @@ def _command(
 
 def _error_with_layout(
     rule: str,
-    space: layout_search.Space,
+    space: Space,
     groups: Sequence[heterogeneous.Group],
     values: layout_flag.Values,
     text_of_groups: str,
-) -> cfg.UsageError:
+) -> UsageError:
     """The error `rule`, with a change that works: the layout over these groups that is nearest to
     `values`, one that fits in memory if there is any; or else the first group's kind of device.
 
@@ -417,16 +417,16 @@ def _error_with_layout(
     """
     working = []
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
-        with contextlib.suppress(cfg.UsageError, cfg.ConfigError):
+        with contextlib.suppress(UsageError, ConfigError):
             working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
     for text, config in sorted(
         working,
         key=lambda layout: not heterogeneous.hold_all_layers(layout[1], groups, space.assume),
     ):
-        with contextlib.suppress(cfg.ConfigError, ValueError):
+        with contextlib.suppress(ConfigError, ValueError):
             heterogeneous.plan(config, groups, space.assume)
-            return cfg.UsageError(rule, {"layout": text})
-    return cfg.UsageError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
+            return UsageError(rule, {"layout": text})
+    return UsageError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
@@ -434,44 +434,40 @@ def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str
     for flag in FLAGS:
         value = getattr(flags, flag.name)
         if flag.name not in known and value != flag.default:
-            raise cfg.UsageError(
+            raise UsageError(
                 f"{cfg.flag_text(flag.name, value)} has no meaning for {what}",
                 {flag.name: flag.default},
             )
 
 
-def _space(
-    config: cfg.Config, recipe: cfg.Config, flags: types.SimpleNamespace, kind: hardware.Hardware
-) -> layout_search.Space:
+def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
     """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
     compute, matmul = config.precision.compute, config.precision.matmul
     if compute not in kind.peak_tflops:
         dtype = next(
             (dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16"
         )
-        raise cfg.UsageError(
+        raise UsageError(
             f"precision.compute={compute!r} has no peak on {kind.name}",
             {"config.precision.compute": dtype},
         )
     # This trainer rounds, and multiplies in the compute type, where a device has no such products.
     known = [*(name for name, of in FORMATS.items() if of.peak in kind.peak_tflops), "compute"]
     if flags.assume != OURS and matmul not in known:
-        raise cfg.UsageError(
+        raise UsageError(
             f"precision.matmul={matmul!r} has no peak on {kind.name}",
             {"config.precision.matmul": known[0]},
         )
-    return layout_search.Space(
-        config, recipe, with_allocator(kind, flags.assume), flags.devices, flags.assume
-    )
+    return Space(config, recipe, with_allocator(kind, flags.assume), flags.devices, flags.assume)
 
 
-def _laid_out(space: layout_search.Space, text: str) -> cfg.MeshedConfig:
+def _laid_out(space: Space, text: str) -> MeshedConfig:
     """The config with the layout of --layout. Raises UsageError or ConfigError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
         data, rest = divmod(space.devices, count // values.get("data", 1))
-        raise cfg.UsageError(
+        raise UsageError(
             f"--devices={space.devices} and --layout, which is for {count}, are not the same "
             "number",
             {"devices": count},
@@ -483,7 +479,7 @@ def _laid_out(space: layout_search.Space, text: str) -> cfg.MeshedConfig:
     return layout_flag.laid_out(space.config, values, known)
 
 
-def _name(flags: types.SimpleNamespace, config: cfg.Config, recipe: cfg.Config) -> str:
+def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
     """The name of what is planned: the recipe's, the number of parameters, and the flags that
     change the model, its numbers or the batch."""
     name = os.path.basename(flags.config).removesuffix(".py")

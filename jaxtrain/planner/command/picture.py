@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain import config as cfg
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search import layout_flag
@@ -57,7 +58,7 @@ class PlanReport:
     caution: str
     cells: Sequence[Sequence[str]]
     bars: Sequence[Bar]
-    drawn: cfg.ResolvedConfig | None
+    drawn: ResolvedConfig | None
     lines: Callable[[], list[str]]
     heading: Sequence[str] = ()
     below_axis: str = ""
@@ -233,7 +234,7 @@ def _bar(parts: Mapping[str, float], most: float, end: float = 0.0) -> str:
     return f'<div class="bar">{"".join([*pieces, *mark])}</div>'
 
 
-def _schedule(config: cfg.ResolvedConfig | None) -> str:
+def _schedule(config: ResolvedConfig | None) -> str:
     """The first rounds of a step's table, as HTML."""
     if config is None or config.mesh.stage == 1:
         return "<p>One stage, or a framework whose tables are its own: nothing is drawn.</p>"

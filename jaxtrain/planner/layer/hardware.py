@@ -105,7 +105,7 @@ class Tier:
     gb_per_s, reached: the most that a device sends, one way, and the part that large collectives
                 reach
     latency_us: of one step of a ring
-    sides:      of the slice that is a torus of these links (torus.py); 0 for no torus
+    sides:      of the slice that is a torus of these links (torus_links.py); 0 for no torus
     """
 
     name: str

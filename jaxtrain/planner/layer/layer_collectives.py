@@ -80,8 +80,8 @@ class Joints(NamedTuple):
 def joints(layer: Layer) -> Joints:
     """What a layer sends over `model`. Products of one value share what is gathered of it, those of
     one call the sum of its gradients. A module with experts gathers its input once for all that
-    reads it, the router too, and sums the results of all experts at once (spread
-    and collect of parallel/experts/exchange_group.py)."""
+    reads it, the router too, and sums the results of all experts at once (`spread` and `collect` of
+    parallel/experts/exchange_group.py)."""
     with_experts = {_module(product.names[0]) for product in layer.products if product.experts}
     inputs: dict[str | int, Joint] = {}
     results: dict[str | int, Joint] = {}

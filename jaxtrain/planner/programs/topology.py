@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain import config as configs
+from jaxtrain.config import ResolvedConfig, UsageError
 from jaxtrain.devices.startup import set_xla_flags
 from jaxtrain.planner.layer import hardware, torus_links
 from jaxtrain.planner.programs.program import Program
@@ -210,18 +211,18 @@ def parse(text: str) -> Topology:
     name, _, sizes = text.lower().strip().partition(":")
     if name not in PLATFORMS:
         near = (difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]
-        raise configs.UsageError(
+        raise UsageError(
             f"--topology={text!r} is none of {FORMS}", {"topology": fitting(near, EXAMPLE).text}
         )
     platform = PLATFORMS[name]
     if not re.fullmatch(r"\d{1,6}(x\d{1,6})*", sizes) or sizes.count("x") != platform.sizes - 1:
-        raise configs.UsageError(
+        raise UsageError(
             f"--topology={text!r} is not written as {platform.form}",
             {"topology": fitting(name, EXAMPLE).text},
         )
     topology = Topology(platform, tuple(map(int, sizes.split("x"))))
     if topology != topology.nearest:
-        raise configs.UsageError(
+        raise UsageError(
             f"--topology={text!r} is no {name} topology ({platform.rule})",
             {"topology": topology.nearest.text},
         )
@@ -239,7 +240,7 @@ def fitting(name: str, devices: int) -> Topology:
     )
     possible = [topology for topology in topologies if topology == topology.nearest]
     if not possible:
-        raise configs.UsageError(f"no {name} topology has {devices} devices ({platform.rule})")
+        raise UsageError(f"no {name} topology has {devices} devices ({platform.rule})")
     return possible[0]
 
 
@@ -275,7 +276,7 @@ class Compiled:
 
 def compile_config(
     devices: Topology,
-    config: configs.ResolvedConfig,
+    config: ResolvedConfig,
     options: Mapping[str, Any] | None = None,
     program: str = "train",
 ) -> Compiled:

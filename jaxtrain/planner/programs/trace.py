@@ -68,7 +68,8 @@ def events_of(data: ProfileData, module: str) -> Events:
     for plane in data.planes:
         device = DEVICE.fullmatch(plane.name)
         if device or plane.name == HOST:
-            for ran_on, event, instruction in _of_plane(plane, module, device and int(device[1])):
+            number = int(device[1]) if device else None
+            for ran_on, event, instruction in _of_plane(plane, module, number):
                 begin, end = NS * event.start_ns, NS * (event.start_ns + event.duration_ns)
                 events.setdefault(ran_on, []).append(
                     TraceEvent(instruction, event.name, begin, end)

@@ -41,11 +41,11 @@ LEAST_GAIN = 0.005  # the least gain that has a line, as a fraction of a step
 def table(predictions: Sequence[Prediction]) -> list[list[str]]:
     """Plans as lines of cells, the first with the columns' names, without the keys that have their
     default in all plans. The last column says why a plan is slower than the first."""
-    figures, several = [p.figures() for p in predictions], len(predictions) > 1
+    listed, several = [p.figures() for p in predictions], len(predictions) > 1
     keys = [
         key
         for key in layout_flag.KEYS
-        if any(of["layout"][key] != layout_flag.USUAL.get(key) for of in figures)
+        if any(figures["layout"][key] != layout_flag.USUAL.get(key) for figures in listed)
     ]
     return [
         [
@@ -61,16 +61,16 @@ def table(predictions: Sequence[Prediction]) -> list[list[str]]:
         *(
             [
                 str(number),
-                *(cfg.value_text(of["layout"][key]) for key in keys),
+                *(cfg.value_text(figures["layout"][key]) for key in keys),
                 f"{p.memory.bytes / GIB:.1f}",
                 f"{p.bubble_fraction:.1%}",
-                f"{of['mfu']:.1%}",
-                *[amount(of["train_days"] or 0.0)] * bool(p.tokens),
+                f"{figures['mfu']:.1%}",
+                *[amount(figures["train_days"] or 0.0)] * bool(p.tokens),
                 amount(p.seconds),
                 *[(_slower(p, predictions[0]) if number > 1 else "the fastest").ljust(WIDE)]
                 * several,
             ]
-            for number, (p, of) in enumerate(zip(predictions, figures, strict=True), 1)
+            for number, (p, figures) in enumerate(zip(predictions, listed, strict=True), 1)
         ),
     ]
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as configs
+from jaxtrain.config import Config, ResolvedConfig, UsageError
 from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.pipeline.op_times import has_recompute_ops
 from jaxtrain.planner.layer.hardware import GIB, Hardware, HardwareError, known, load
@@ -63,7 +64,7 @@ class HeterogeneousPlan:
     fits:     True if each stage has that memory
     """
 
-    config: configs.ResolvedConfig
+    config: ResolvedConfig
     work: StepModel
     groups: tuple[Group, ...]
     layers: tuple[int, ...]
@@ -156,9 +157,7 @@ def split_layers(
     return [1 + given[stage] for stage in range(len(seconds))]
 
 
-def plan(
-    config: configs.ResolvedConfig, groups: Sequence[Group], assume: str = OURS
-) -> HeterogeneousPlan:
+def plan(config: ResolvedConfig, groups: Sequence[Group], assume: str = OURS) -> HeterogeneousPlan:
     """The plan of a config whose mesh has as many devices as the groups together, and more
     than one stage; it may not fit.
 
@@ -207,13 +206,13 @@ def plan(
 
 
 def _cut(
-    config: configs.ResolvedConfig,
+    config: ResolvedConfig,
     layers: Sequence[int],
     ops: Sequence[dict[str, float]],
     message: float,
     head: float,
     fraction: float,
-) -> configs.ResolvedConfig:
+) -> ResolvedConfig:
     """The config whose chunks give each stage its layers, with the costs of layers on their stages
     and the mean times of ops.
 
@@ -223,7 +222,7 @@ def _cut(
     repeats, seconds = config.pipeline.repeats, [sum(op.values()) for op in ops]
     stage_of = PlannedTable(config).part().setup.table.stage_of
     if len(stage_of) != len(layers) * repeats:
-        raise configs.UsageError(
+        raise UsageError(
             "pipeline.layers_per_op cuts chunks, and groups of devices need them unsplit",
             {"config.pipeline.layers_per_op": 0},
         )
@@ -283,7 +282,7 @@ def _groups_of_stages(stages: int, groups: Sequence[Group]) -> list[Group]:
 
 
 def layouts(
-    config: configs.Config, groups: Sequence[Group], values: layout_flag.Values
+    config: Config, groups: Sequence[Group], values: layout_flag.Values
 ) -> Iterator[layout_flag.Values]:
     """Layouts over all devices of the groups, in which these have entire stages, the nearest
     first."""
@@ -306,9 +305,7 @@ def layouts(
                 yield tried | {"microbatch": near(values.get("microbatch", 1), microbatches)[0]}
 
 
-def hold_all_layers(
-    config: configs.ResolvedConfig, groups: Sequence[Group], assume: str = OURS
-) -> bool:
+def hold_all_layers(config: ResolvedConfig, groups: Sequence[Group], assume: str = OURS) -> bool:
     """True if stages of these groups have memory for all layers of a config."""
     each = sum(group.devices for group in groups) // config.mesh.stage
     held = [

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
+from jaxtrain.config import Config, MeshedConfig, UsageError
 from jaxtrain.config.flags import setting_value
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
@@ -80,7 +81,7 @@ def read(text: str) -> Values:
             rule, instead = f"names {key} twice", []
         else:
             rule, instead = f"has no value for {key}", [text_of({key: _example(key)})]
-        raise cfg.UsageError(
+        raise UsageError(
             f"--layout {rule}", {"layout": ",".join([*words[:at], *instead, *words[at + 1 :]])}
         )
     return values
@@ -113,7 +114,7 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
     return max(1, _example(key)), f"which must be a whole number from {least} on"
 
 
-def of(config: cfg.MeshedConfig) -> Values:
+def of(config: MeshedConfig) -> Values:
     """The layout of a config whose batch divides: every key."""
     values = {key: cfg.get(config, path) for key, path in SETTINGS.items()}
     return values | {
@@ -136,7 +137,7 @@ def devices(values: Mapping[str, Any]) -> int:
     return math.prod(values.get(axis, 1) for axis in AXES)
 
 
-def apply(config: cfg.Config, values: Values) -> cfg.Config:
+def apply(config: Config, values: Values) -> Config:
     """The config with this layout. Raises UsageError if the batch does not divide."""
     batch, microbatches = config.data.batch_size, config.pipeline.microbatches
     if isinstance(batch, int) and batch > 0:  # otherwise `check` refuses the config's batch
@@ -170,7 +171,7 @@ def _microbatches(batch: int, count: int, values: Values) -> int:
     return count if count > 0 and not rest and each % values.get(MICROBATCH, count) == 0 else 0
 
 
-def _undivided(config: cfg.Config, values: Values) -> cfg.UsageError:
+def _undivided(config: Config, values: Values) -> UsageError:
     """The error for a batch that does not divide, with the nearest layout with which it does."""
     batch, parts, count = config.data.batch_size, shards(values), config.pipeline.microbatches
     split = [f"{axis}={values[axis]}" for axis in BATCH_AXES if values.get(axis, 1) > 1]
@@ -190,9 +191,9 @@ def _undivided(config: cfg.Config, values: Values) -> cfg.UsageError:
     tried = list(itertools.islice(_dividing(batch, count, values), MOST_TRIED))
     working = [layout for layout in tried if _keeps_rules(config, layout)] or tried
     if working:
-        return cfg.UsageError(f"--layout{rule}", {"layout": text_of(working[0])})
+        return UsageError(f"--layout{rule}", {"layout": text_of(working[0])})
     multiple = parts * values.get(MICROBATCH, max(1, count))
-    return cfg.UsageError(
+    return UsageError(
         f"--layout{rule}", {"config.data.batch_size": -(-batch // multiple) * multiple}
     )
 
@@ -213,7 +214,7 @@ def _dividing(batch: int, count: int, values: Values) -> Iterator[Values]:
 
 
 def _keeps_rules(
-    config: cfg.Config, values: Values, environment: checks.Environment = checks.UNKNOWN
+    config: Config, values: Values, environment: checks.Environment = checks.UNKNOWN
 ) -> bool:
     """True if the batch divides, and no rule of training is broken."""
     if not _microbatches(config.data.batch_size, config.pipeline.microbatches, values):
@@ -221,9 +222,7 @@ def _keeps_rules(
     return checks.first_violation(apply(config, values), environment) is None
 
 
-def laid_out(
-    config: cfg.Config, values: Values, environment: checks.Environment
-) -> cfg.MeshedConfig:
+def laid_out(config: Config, values: Values, environment: checks.Environment) -> MeshedConfig:
     """The config with this layout. Raises UsageError or ConfigError for the first rule of training
     that it breaks, with the nearest settings that keep all rules: in --layout where it has them,
     with its microbatch if that works."""
@@ -244,4 +243,4 @@ def laid_out(
     if not _keeps_rules(cfg.replace(config, others), use, environment):
         use = named | {MICROBATCH: fixed[MICROBATCH]}
     flags = {"layout": text_of(use)} | {f"config.{path}": value for path, value in others.items()}
-    raise cfg.UsageError(str(error).rpartition(": use ")[0], flags)
+    raise UsageError(str(error).rpartition(": use ")[0], flags)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
+from jaxtrain.config import Config, ConfigError, MeshedConfig, UsageError, shards_ends
 from jaxtrain.config.groups.layout_settings import MOST_MICROBATCHES
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.rules import divisors, near
@@ -70,8 +71,8 @@ class Space:
     assume:  the framework that runs the step, a name of other_frameworks.FRAMEWORKS
     """
 
-    config: cfg.Config
-    recipe: cfg.Config
+    config: Config
+    recipe: Config
     hardware: Hardware
     devices: int
     assume: str = OURS
@@ -97,7 +98,7 @@ def best_plans(space: Space, tokens: float | None) -> list[Prediction]:
     for candidates in by_offload(space):
         plans = []
         for candidate in candidates:
-            with contextlib.suppress(cfg.ConfigError):  # no table for such stages and microbatches
+            with contextlib.suppress(ConfigError):  # no table for such stages and microbatches
                 plans.append(exactly(_with_table(space, candidate.layout, tokens)))
         # A candidate fits by closed forms; its plan has to by its own table, too.
         fitting = [plan for plan in plans if plan.fits]
@@ -143,7 +144,7 @@ def check(space: Space) -> None:
     UsageError for a setting that belongs to one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
-            raise cfg.UsageError(
+            raise UsageError(
                 f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is "
                 "to find",
                 {f"config.{path}": cfg.get(space.recipe, path)},
@@ -172,7 +173,7 @@ def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
     return (_search(space, offload) for offload in layout_flag.choices("offload"))
 
 
-def laid_out(space: Space, layout: Layout) -> cfg.MeshedConfig:
+def laid_out(space: Space, layout: Layout) -> MeshedConfig:
     """The space's config with a layout."""
     values = {key: getattr(layout, key) for key in layout_flag.KEYS if key != "vocabulary"}
     of_layout = {"pipeline.save": layout.save, "parallel.expert_nodes": layout.expert_nodes}
@@ -187,8 +188,8 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
     bounds = ((_lower_bound(work), work) for work in _cuts(space, offload))
     waiting = [(least, (least, i), work, CUT) for i, (least, work) in enumerate(bounds)]
     remats = layout_flag.choices("remat")[::-1]  # the fastest first
-    found = _fitting(space, waiting, remats, lambda layout: group(layout) in best)
-    for candidate in itertools.islice(found, BEST):
+    fastest = _fitting(space, waiting, remats, lambda layout: group(layout) in best)
+    for candidate in itertools.islice(fastest, BEST):
         best[group(candidate.layout)] = _with_replicas(space, candidate)
     return sorted(best.values(), key=operator.attrgetter("seconds"))
 
@@ -349,7 +350,7 @@ def meshes(space: Space) -> Iterator[Layout]:
             if shards % replicas == 0 and data.batch_size % (shards * expert) == 0:
                 mesh = dataclasses.replace(inside, data=shards // replicas, stage=stage)
                 ends, pipeline = space.config.parallel.ends, space.config.pipeline
-                sharded = ends == "auto" and cfg.shards_ends(m, stage, pipeline)
+                sharded = ends == "auto" and shards_ends(m, stage, pipeline)
                 # Nodes of experts are the islands over which these lie; with one device of
                 # `expert` on each, tokens do not go to nodes first.
                 nodes = Links(mesh, space.hardware).islands(EXPERT)
@@ -388,7 +389,7 @@ def _tables(work: StepModel) -> Iterator[Layout]:
 # --- where none fits ----------------------------------------------------------------------------
 
 
-def _none_fits(space: Space) -> cfg.UsageError:
+def _none_fits(space: Space) -> UsageError:
     """The error for a search without a result, with the first request that works: another number of
     devices, a larger batch, other hardware, fewer layers, shorter sequences."""
     least = least_memory(space)
@@ -431,7 +432,7 @@ def _none_fits(space: Space) -> cfg.UsageError:
             for n in _halves(space.config.data.sequence_length)
         ),
     ]
-    return cfg.UsageError(
+    return UsageError(
         rule,
         next((flags for flags in requests if _fits(_with_flags(space, flags))), {"config": "tiny"}),
     )
@@ -475,7 +476,7 @@ def _with_flags(space: Space, flags: dict[str, Any]) -> Space:
 
 def _fits(space: Space) -> bool:
     """True if a layout fits, by closed forms, and keeps all rules."""
-    with contextlib.suppress(cfg.ConfigError, cfg.UsageError):
+    with contextlib.suppress(ConfigError, UsageError):
         check(space)
         least = least_memory(space, space.hardware.memory)
         return least is not None and least[0] <= space.hardware.memory

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain import config as cfg
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.pipeline.op_times import complete_times, has_recompute_ops
 from jaxtrain.pipeline.setup import Setup, make_setup
@@ -63,7 +64,7 @@ class Prediction:
                step; None without one
     """
 
-    config: cfg.ResolvedConfig
+    config: ResolvedConfig
     work: StepModel
     time: TimeBreakdown
     slots: SlotCounts | None = None
@@ -112,7 +113,7 @@ class Prediction:
 
 
 def step_figures(
-    config: cfg.ResolvedConfig,
+    config: ResolvedConfig,
     work: StepModel,
     seconds: float,
     bubble_fraction: float,
@@ -164,7 +165,7 @@ def step_figures(
 
 
 def predict(
-    config: cfg.ResolvedConfig, hardware: Hardware, assume: str = OURS, tokens: float | None = None
+    config: ResolvedConfig, hardware: Hardware, assume: str = OURS, tokens: float | None = None
 ) -> Prediction:
     """The prediction for a config that keeps every rule.
 
@@ -184,7 +185,7 @@ def predict(
     return Prediction(config, work, work.step(), slots, tokens)
 
 
-def with_op_times(config: cfg.ResolvedConfig, work: StepModel) -> cfg.ResolvedConfig:
+def with_op_times(config: ResolvedConfig, work: StepModel) -> ResolvedConfig:
     """The config with the op times, in milliseconds, by which training makes its table on
     this hardware: the config's if it has any or the devices are simulated, otherwise planned
     ones."""
@@ -219,7 +220,7 @@ class TableCounts(NamedTuple):
 class PlannedTable:
     """The table that training would make for a config."""
 
-    config: cfg.ResolvedConfig
+    config: ResolvedConfig
 
     @property
     def setup(self) -> Setup:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
-from jaxtrain.config import kernels
+from jaxtrain.config import Config, MeshConfig, PipelineConfig, ResolvedConfig, UsageError, kernels
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
 from jaxtrain.config.rules.rules import divisors
@@ -98,9 +98,7 @@ def single_changes(prediction: Prediction) -> list[Change]:
     return sorted(changes, key=lambda change: change.seconds)
 
 
-def _candidates(
-    mesh: cfg.MeshConfig, pipeline: cfg.PipelineConfig, zero: int
-) -> Iterator[dict[str, Any]]:
+def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterator[dict[str, Any]]:
     """Settings for each single change, before any rule is checked."""
     for remat in layout_flag.choices("remat")[::-1]:
         if remat != pipeline.remat:
@@ -144,7 +142,7 @@ def _candidates(
 LESS = 0.9  # of the planned bytes, for a step that was planned to fit and does not
 
 
-def fitting(config: cfg.Config, environment: checks.Environment, asked: int, available: int) -> str:
+def fitting(config: Config, environment: checks.Environment, asked: int, available: int) -> str:
     """The rest of the line about a step that has no memory: its planned bytes by part, and the
     fewest flags with which it is planned to fit, that keep every rule and train the same.
 
@@ -174,7 +172,7 @@ def fitting(config: cfg.Config, environment: checks.Environment, asked: int, ava
     return f"; a device is planned to need {now.bytes / GIB:.3g} GiB ({parts}): use {use}"
 
 
-def _smaller(config: cfg.ResolvedConfig, simulated: bool) -> list[dict[str, Any]]:
+def _smaller(config: ResolvedConfig, simulated: bool) -> list[dict[str, Any]]:
     """Changes that may take less memory and train the same but for rounding: fewer settings first,
     and the host's memory last."""
     single = [*_candidates(config.mesh, config.pipeline, config.parallel.zero)]
@@ -232,7 +230,7 @@ def _read(workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.P
         problem = f"cannot be read ({error.strerror})"
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as e:
         problem = f"is not what a run writes ({' '.join(str(e).split())[:100]})"
-    raise cfg.UsageError(
+    raise UsageError(
         f"--advise={cfg.shown(str(workdir))}: its {name} {problem}: name the folder of a run"
     )
 
@@ -251,7 +249,7 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
     ]
     later = records[len(records) // 2 :] if len(records) > 2 else records[1:]
     if not later:
-        raise cfg.UsageError(
+        raise UsageError(
             f"--advise={cfg.shown(str(workdir))} has {len(records)} records with a step's time: "
             "let it run for some steps more"
         )
@@ -323,7 +321,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     ]
 
 
-def _check(workdir: str | os.PathLike, config: cfg.Config, hardware: Hardware) -> None:
+def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> None:
     """Raises UsageError for a config that the planner cannot take on this hardware."""
     unknown = [
         f"mesh.{axis}={size}"
@@ -339,7 +337,7 @@ def _check(workdir: str | os.PathLike, config: cfg.Config, hardware: Hardware) -
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
     else:
         return
-    raise cfg.UsageError(
+    raise UsageError(
         f"--advise={cfg.shown(str(workdir))}: {rule}",
         {"hardware": ""},
         advice="for what the records alone say",

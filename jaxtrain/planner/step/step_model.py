@@ -6,10 +6,19 @@ import os
 from collections.abc import Iterable
 
 from jaxtrain import config as cfg
-from jaxtrain.config import kernels
+from jaxtrain.config import (
+    FilledConfig,
+    MeshConfig,
+    ParallelConfig,
+    PipelineConfig,
+    ResolvedConfig,
+    ends_with_layers,
+    kernels,
+)
 from jaxtrain.config.rules.unused import without_use
 from jaxtrain.config.sizes import gpu_memory
 from jaxtrain.planner.layer import hardware as kinds
+from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import Rates, StepSettings, bytes_of
@@ -78,9 +87,7 @@ OF_OURS = (
 )
 
 
-def step_model_of(
-    config: cfg.ResolvedConfig, hardware: kinds.Hardware, assume: str = OURS
-) -> StepModel:
+def step_model_of(config: ResolvedConfig, hardware: Hardware, assume: str = OURS) -> StepModel:
     """The step of a config on one kind of hardware.
 
     assume: the framework that runs it, a name of other_frameworks.FRAMEWORKS
@@ -94,7 +101,7 @@ def step_model_of(
     )
 
 
-def with_allocator(hardware: kinds.Hardware, assume: str) -> kinds.Hardware:
+def with_allocator(hardware: Hardware, assume: str) -> Hardware:
     """The hardware of which arrays may take what the allocator of a framework takes, unless its
     file says what."""
     of_jax = FRAMEWORKS[assume].by_xla or hardware.platform != kernels.GPU
@@ -109,7 +116,7 @@ def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
     return tuple(float(f"{1e3 * seconds:.4g}") for seconds in times)
 
 
-def hardware_at_hand(name: str, device_kind: str) -> kinds.Hardware | None:
+def hardware_at_hand(name: str, device_kind: str) -> Hardware | None:
     """The hardware of this name, `train.hardware`, or, if it is empty, the one whose devices jax
     calls `device_kind`; None for devices that are not known, such as any CPU. Raises HardwareError
     for a name that is not known."""
@@ -117,9 +124,9 @@ def hardware_at_hand(name: str, device_kind: str) -> kinds.Hardware | None:
 
 
 def layout_of(
-    mesh: cfg.MeshConfig,
-    pipeline: cfg.PipelineConfig,
-    parallel: cfg.ParallelConfig,
+    mesh: MeshConfig,
+    pipeline: PipelineConfig,
+    parallel: ParallelConfig,
     batch_size: int,
 ) -> Layout:
     """The layout of a resolved config whose batch the shards and microbatches divide."""
@@ -147,9 +154,7 @@ def layout_of(
     )
 
 
-def settings_of(
-    config: cfg.FilledConfig, hardware: kinds.Hardware, assume: str = OURS
-) -> StepSettings:
+def settings_of(config: FilledConfig, hardware: Hardware, assume: str = OURS) -> StepSettings:
     """The settings of the framework named `assume` with what a config changes about them:
     the types of its numbers, the optimizer, the kernel of attention, the use of the mesh, and the
     stages that have embedding and head.
@@ -180,7 +185,7 @@ def settings_of(
                 host_overlap=HOST_OVERLAP.get((hardware.platform, several), Rates.host_overlap),
             ),
         )
-    parallel = settings.vocabulary_parallel and not cfg.ends_with_layers(config.model)
+    parallel = settings.vocabulary_parallel and not ends_with_layers(config.model)
     case = kernels.attention_case(
         kernels.TargetDevice(hardware.platform),
         config.model,
@@ -206,7 +211,7 @@ def settings_of(
     )
 
 
-def settings_of_run(config: cfg.FilledConfig) -> StepSettings:
+def settings_of_run(config: FilledConfig) -> StepSettings:
     """The settings of our own step by a config, but for those that depend on the hardware
     and those of every framework."""
     precision = config.precision
@@ -229,7 +234,7 @@ def settings_of_run(config: cfg.FilledConfig) -> StepSettings:
     )
 
 
-def unfollowed(config: cfg.ResolvedConfig, settings: StepSettings) -> list[str]:
+def unfollowed(config: ResolvedConfig, settings: StepSettings) -> list[str]:
     """A line that names the settings of a config which the plan of a framework's step does
     not follow, among those that are not at their defaults and have a use; [] for none."""
     idle, names = without_use(config), (*OF_NO_PLAN, *OF_OURS * (not settings.ours))

@@ -16,8 +16,8 @@ from jaxtrain.schedule.table import Permute, Table, peak_residuals
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A table's times and memory. Bubbles are fractions of time in which the
-    busiest stage is idle.
+    """A table's times and memory. Bubbles are fractions of time in which the busiest stage
+    is idle.
 
     step_time, step_time_coupled       of the table, by the independent and by the coupled clock
     span                               longest time from a stage's first op to the end of its last
@@ -58,7 +58,7 @@ def simulate(
     shares: of each unit, its part of a stage's work, where units differ (uneven layers).
     fused_backward: the gradient leaves after W and not after B, as where both are one op. It
         concerns the independent clock, and needs tables whose every W is the next cell after its B.
-        Raises ValueError for others.
+        Raises NotFused for others.
 
     >>> from jaxtrain.schedule.by_name import make_table
     >>> from jaxtrain.schedule.table_spec import TableSpec

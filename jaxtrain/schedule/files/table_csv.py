@@ -106,7 +106,7 @@ def _in_lines(error: TableError, lines: list[int]) -> FileError:
     )
 
 
-# --- reading: the table of what a file has -------------------------------------------------------
+# --- reading: the table of a file's contents ------------------------------------------------------
 
 
 def _table(lines: Lines, stem: str) -> Table:
@@ -188,7 +188,7 @@ def _in_model_order(lines: Lines, stage_of: tuple[int, ...]) -> list[list[Cell |
     units = units_of(stage_of, lines.stages)
     for tick, (number, cells) in enumerate(zip(lines.numbers, lines.cells, strict=True)):
         of_stages = [(stage, cell) for stage, cell in enumerate(cells)]
-        of_stages += [(s, cell) for (t, s), cell in lines.overlapped.items() if t == tick]
+        of_stages += [(s, lines.overlapped.get((tick, s))) for s in range(lines.stages)]
         for stage, cell in of_stages:
             count = len(units[stage])
             if cell and cell.local_unit >= count:
