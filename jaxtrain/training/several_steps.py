@@ -92,12 +92,12 @@ class StepsTogether:
         # The table updates each data shard's part of the parameters, as the update of one step does
         # it; ops read the gathered ones.
         values = jax.tree.map(lax.with_sharding_constraint, state.params, layout.scattered)
-        held = ValuesAndOptimizer(
+        stored = ValuesAndOptimizer(
             values,
             self._part(state.optimizer, "layers"),
             self._part(state.optimizer, *self._ends),
         )
-        results = self.runtime.several_steps(state.params, held, batch, self._rules)
+        results = self.runtime.several_steps(state.params, stored, batch, self._rules)
         after = dataclasses.replace(
             state,
             params=layout.as_held(results.updated.values),
