@@ -44,7 +44,7 @@ def plain_step(config, parts, optimizer):
     def loss(params, tokens, targets, weights):
         positions = default_positions(tokens)
         x = parts.embedder(params["embed"])(tokens, positions, dtype)
-        block = jax.checkpoint(lambda x, layer: (parts.block(layer)(x, positions), None))
+        block = jax.checkpoint(lambda x, layer: (parts.blocks[""](layer)(x, positions), None))
         x, _ = jax.lax.scan(block, x, params["layers"]["0"])
         head = OutputHead(lambda head, x: parts.head(head)(x), config.model.loss_chunk)
         return loss_sum(head, params["head"], LossInputs(x, targets, weights))

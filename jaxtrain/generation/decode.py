@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.devices.sharding import Axes, constrain
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
@@ -59,7 +60,9 @@ def extend(
         positions_1T = jnp.minimum(positions_1T, parts.cfg.max_positions - 1)
     x_BTD = parts.embedder(params["embed"])(tokens_BT, positions_1T, dtype)
 
-    def layer(carry, index_and_weights, block=parts.block):
+    (stacked,), kinds = parts.blocks.values(), kinds_of_layers(parts.cfg)
+
+    def layer(carry, index_and_weights, block=stacked):
         x_BTD, cache = carry
         index, weights = index_and_weights
         one_layer = [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in cache]
@@ -73,7 +76,7 @@ def extend(
 
     for index in range(parts.cfg.dense_layers):
         (x_BTD, cache), _ = layer(
-            (x_BTD, cache), (index, params["first"][str(index)]), parts.dense_block
+            (x_BTD, cache), (index, params["first"][str(index)]), parts.dense_blocks[kinds[index]]
         )
     indices = parts.cfg.dense_layers + jnp.arange(parts.cfg.layers)
     (x_BTD, cache), _ = lax.scan(layer, (x_BTD, cache), (indices, params["layers"]))

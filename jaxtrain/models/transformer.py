@@ -16,6 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ResolvedModel
+from jaxtrain.config.groups.layer_kinds import (
+    forms_of_kinds,
+    kinds_of_layers,
+    of_kind,
+    stacked_kinds,
+)
 from jaxtrain.config.saved_values import ATTENTION_NORM, ATTENTION_OUT, MLP_NORM, MLP_OUT
 from jaxtrain.config.sizes import padded_vocabulary
 from jaxtrain.devices.sharding import constrain
@@ -206,20 +212,22 @@ class Head(nnx.Module):
 @dataclasses.dataclass(frozen=True)
 class ModelParts:
     """The model's parts. Each is a function from its parameters, a nested dict of arrays, to the
-    module with these parameters: `parts.block(params)(x, positions, segments)`.
+    module with these parameters: `parts.blocks[kind](params)(x, positions, segments)`.
 
     specs: the parameters' specifications {"embed": …, "layer": … of one layer, "head": …}, and
         where the model has them "first": {"0": …} of the dense layers before the others, and
-        "predictors": {"0": …}, each with the "norm" behind it
-    dense_block: a block without experts, for the layers "first"
+        "predictors": {"0": …}, each with the "norm" behind it. Where layers are of several forms
+        (config/groups/layer_kinds.py), "layer" is {form: … of one layer}
+    blocks: by kind of layer
+    dense_blocks: by kind, blocks without experts, for the layers "first"
     norm: the norm behind a predictor, and the head's
     """
 
     cfg: ResolvedModel
     specs: dict[str, dict]
     embedder: Callable[[dict], Embedder]
-    dense_block: Callable[[dict], Block]
-    block: Callable[[dict], Block]
+    dense_blocks: dict[str, Callable[[dict], Block]]
+    blocks: dict[str, Callable[[dict], Block]]
     head: Callable[[dict], Head]
     norm: Callable[[dict], Norm]
     predictor: Callable[[dict], Predictor]
@@ -233,7 +241,19 @@ class ModelParts:
     def parameter_count(self) -> int:
         """Parameters of the model, padding not counted."""
         count = lambda tree: sum(s.size for s in jax.tree.leaves(tree))
-        return count(self.ends) + self.cfg.layers * count(self.specs["layer"])
+        layers = sum(count(self.layer_specs(kind)) for kind in stacked_kinds(self.cfg))
+        return count(self.ends) + layers
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of the stacked layers; ("",) where all are of one."""
+        return tuple(dict.fromkeys(forms_of_kinds(self.cfg).values()))
+
+    def layer_specs(self, kind: str) -> dict:
+        """The specifications of one layer of a kind, outside of the dense layers before all
+        others."""
+        form = forms_of_kinds(self.cfg)[kind]
+        return self.specs["layer"][form] if form else self.specs["layer"]
 
     def cache_slots(self) -> tuple[CacheSlot, ...]:
         """The slots of a cache's arrays, one for each array, on the mesh of this point of the
@@ -267,12 +287,23 @@ def build(
     padded = padded_vocabulary(cfg.vocab_size, model_shards * stage_shards)
     vocab = "staged_vocab" if stage_shards > 1 else "vocab"
     embedder, head, norm = Embedder(cfg, padded, vocab), Head(cfg, padded, vocab), Norm(cfg)
-    block = Block(cfg, context, batch_size, expert_nodes)
-    dense_block = Block(cfg, context, dense=True)
-    predictor = Predictor(cfg, context, batch_size, expert_nodes)
-    tree = {"embed": specs(embedder), "layer": specs(block), "head": specs(head)}
+    kinds = kinds_of_layers(cfg)
+    blocks = {
+        kind: Block(of_kind(cfg, kind), context, batch_size, expert_nodes)
+        for kind in dict.fromkeys(kinds[cfg.dense_layers :])
+    }
+    dense_blocks = {
+        kind: Block(of_kind(cfg, kind), context, dense=True)
+        for kind in dict.fromkeys(kinds[: cfg.dense_layers])
+    }
+    forms = {form: specs(blocks[kind]) for kind, form in reversed(forms_of_kinds(cfg).items())}
+    # a module of multi-token prediction has a layer of the last one's kind
+    predictor = Predictor(of_kind(cfg, kinds[-1]), context, batch_size, expert_nodes)
+    tree = {"embed": specs(embedder), "layer": forms.get("", forms), "head": specs(head)}
     if cfg.dense_layers:
-        tree["first"] = {str(i): specs(dense_block) for i in range(cfg.dense_layers)}
+        tree["first"] = {
+            str(i): specs(dense_blocks[kind]) for i, kind in enumerate(kinds[: cfg.dense_layers])
+        }
     if cfg.mtp_depth:
         module = {**specs(predictor), "norm": specs(norm)}
         tree["predictors"] = {str(d): dict(module) for d in range(cfg.mtp_depth)}
@@ -280,8 +311,8 @@ def build(
         cfg,
         tree,
         binder(embedder),
-        binder(dense_block),
-        binder(block),
+        {kind: binder(block) for kind, block in dense_blocks.items()},
+        {kind: binder(block) for kind, block in blocks.items()},
         binder(head),
         binder(norm),
         binder(predictor),
@@ -311,14 +342,17 @@ def trunk(
     """
     positions_BT = default_positions(tokens_BT) if positions_BT is None else positions_BT
     x_BTD = parts.embedder(params["embed"])(tokens_BT, positions_BT, dtype)
+    kinds = kinds_of_layers(parts.cfg)
     for i in range(parts.cfg.dense_layers):
         positions = layer_positions(parts.cfg, i, positions_BT)
-        x_BTD = parts.dense_block(params["first"][str(i)])(x_BTD, positions, segments_BT)
+        block = parts.dense_blocks[kinds[i]](params["first"][str(i)])
+        x_BTD = block(x_BTD, positions, segments_BT)
+    (bind,) = parts.blocks.values()
 
     def layer(x_BTD, number_and_weights):
         number, weights = number_and_weights
         positions = layer_positions(parts.cfg, number, positions_BT)
-        return parts.block(weights)(x_BTD, positions, segments_BT), None
+        return bind(weights)(x_BTD, positions, segments_BT), None
 
     numbers = parts.cfg.dense_layers + jnp.arange(parts.cfg.layers)
     return jax.lax.scan(layer, x_BTD, (numbers, params["layers"]))[0]

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.rotary import layer_positions
@@ -283,7 +284,8 @@ class EmbeddingAndHead:
     def _dense_layer(self, i: str, extra, params: Tree, x: jax.Array) -> jax.Array:
         positions, segments = extra
         positions = layer_positions(self.parts.cfg, int(i), positions)
-        return self.parts.dense_block(params)(x, positions, segments)
+        kind = kinds_of_layers(self.parts.cfg)[int(i)]
+        return self.parts.dense_blocks[kind](params)(x, positions, segments)
 
     @property
     def _dense_layers(self) -> Iterable[str]:

@@ -27,6 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxtrain.config import ResolvedModel
+from jaxtrain.config.groups.layer_kinds import kind_names
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -199,7 +200,7 @@ class Runtime:
     @functools.cached_property
     def _units(self) -> UnitPlan:
         return UnitPlan(
-            RuntimeLayer(self.parts, self.compute, self.fp8),
+            RuntimeLayer(self.parts, self.compute, self.fp8, kind_names(self.parts.cfg)[0]),
             self.placement.sizes,
             self.slotted,
             self.remat,

@@ -158,6 +158,8 @@ class Placement:
     units_per_stage: the most units on a stage; the circular placement has this number on each
     stage_of: the stage of each unit, in model order; (): circular, unit u on stage u mod stages
     sizes:    the number of layers of each unit, in model order; (): as equal as can be
+    forms:    the form of each layer (config/groups/layer_kinds.py); (): all are of one, "". Layers
+        of each form in a unit are a stack of their own
 
     Raises ValueError if there are more units than layers, but for a first and a last unit that
     `sizes` leave without one.
@@ -168,6 +170,7 @@ class Placement:
     units_per_stage: int = 1
     stage_of: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    forms: tuple[str, ...] = ()
 
     def __post_init__(self):
         stages, units_per_stage = self.stages, self.units_per_stage
@@ -215,16 +218,38 @@ class Placement:
             if self.unit_at(local_unit, stage) is not None
         ]
 
-    def stack_size(self, local_unit: int) -> int:
-        """The layers in the stacked array of these units: the most that a stage has."""
-        return max(self.layer_count(local_unit, stage) for stage in range(self.stages))
+    def stack(self, local_unit: int, stage: int, form: str = "") -> list[int]:
+        """The layers of a form in a stage's unit, in the order of its stacked array."""
+        layers = self.layers_of(local_unit, stage)
+        return [i for i in layers if not form or self.forms[i] == form]
 
-    def layer_index(self, local_unit: int) -> np.ndarray:
-        """int32 [stages, stack_size(local_unit)]: the layer of each entry of the stacked array, −1
-        of an unused one."""
-        index = np.full((self.stages, self.stack_size(local_unit)), -1, np.int32)
+    def held(self, local_unit: int, stage: int, form: str = "") -> range:
+        """The same layers by their numbers among all layers of the form."""
+        layers = self.layers_of(local_unit, stage)
+        if not form:
+            return layers
+        before = self.forms[: layers.start].count(form)
+        return range(before, before + len(self.stack(local_unit, stage, form)))
+
+    def forms_of_unit(self, local_unit: int) -> tuple[str, ...]:
+        """The forms of which some stage has a layer in the unit, in the model's order; ("",) where
+        all layers are of one form."""
+        if not self.forms:
+            return ("",)
+        layers = [i for stage in range(self.stages) for i in self.layers_of(local_unit, stage)]
+        used = {self.forms[i] for i in layers}
+        return tuple(form for form in dict.fromkeys(self.forms) if form in used)
+
+    def stack_size(self, local_unit: int, form: str = "") -> int:
+        """The layers in the stacked array of these units: the most that a stage has."""
+        return max(len(self.stack(local_unit, stage, form)) for stage in range(self.stages))
+
+    def layer_index(self, local_unit: int, form: str = "") -> np.ndarray:
+        """int32 [stages, stack_size]: the layer of each entry of the stacked array, −1 of an unused
+        one."""
+        index = np.full((self.stages, self.stack_size(local_unit, form)), -1, np.int32)
         for stage in range(self.stages):
-            layers = self.layers_of(local_unit, stage)
+            layers = self.stack(local_unit, stage, form)
             index[stage, : len(layers)] = layers
         return index
 

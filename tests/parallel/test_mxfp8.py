@@ -149,7 +149,7 @@ def test_what_crosses_does_not_depend_on_the_device(monkeypatch, keep):
         params = jax.tree.map(shape, parts.specs["layer"])
         x = jax.ShapeDtypeStruct((2, 32, 64), jnp.float32)
         extra = (jax.ShapeDtypeStruct((1, 32), jnp.int32), None)
-        layer = lambda params, x, extra: parts.block(params)(x, *extra)
+        layer = lambda params, x, extra: parts.blocks[""](params)(x, *extra)
         with jax.set_mesh(small.mesh_of(small.config((1, 1, 2)))):
             split = LayerSplit(layer, params, x, extra, keep)
         return [

@@ -149,7 +149,7 @@ def block(request):
     values = [
         s.constant + np.float32(s.std or 0.1) * normal(i, *s.shape) for i, s in enumerate(leaves)
     ]
-    return lambda p, x, extra: parts.block(p)(x, *extra), jax.tree.unflatten(tree, values)
+    return lambda p, x, extra: parts.blocks[""](p)(x, *extra), jax.tree.unflatten(tree, values)
 
 
 POSITIONS = jnp.arange(LENGTH, dtype=jnp.int32)[None]
@@ -241,7 +241,9 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
     numbers = jax.ShapeDtypeStruct((BATCH, tokens), jnp.int32)
     extra, ops = (numbers, numbers), {}
     with jax.set_mesh(make_mesh((1,) * len(AXES), jax.devices()[:1])):
-        split = LayerSplit(lambda p, x, extra: parts.block(p)(x, *extra), params, x, extra, keep)
+        split = LayerSplit(
+            lambda p, x, extra: parts.blocks[""](p)(x, *extra), params, x, extra, keep
+        )
         kept = split.residuals
         for op, run, *args in (
             ("F", split.output_and_residuals, params, x, extra),

@@ -129,7 +129,7 @@ def test_the_loss_is_reported_apart():
             jax.tree.map(lambda a: a[0], plain["layers"]),
         )
         x = parts.embedder(plain["embed"])(tokens, positions, np.float32)
-        x = parts.block(layer)(x, positions)
+        x = parts.blocks[""](layer)(x, positions)
         norm = lambda p, x: x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["scale"]
         x = norm(plain["head"]["norm"], x)
         losses = [mean(x @ plain["head"]["table"].T, arrays["targets"], arrays["weights"])]

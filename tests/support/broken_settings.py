@@ -308,13 +308,13 @@ RULES = [
     ),
     (
         {"model.biases": ("out", "kqv")},
-        "model.biases=('out', 'kqv') names 'kqv', which is none of qkv, out, mlp, router, norm: "
-        "use --config.model.biases=out,qkv",
+        "model.biases=('out', 'kqv') names 'kqv', which is none of qkv, out, mlp, router, norm, "
+        "experts: use --config.model.biases=out,qkv",
     ),
     (
         {"model.biases": ("out", "attention", "mlp")},
         "model.biases=('out', 'attention', 'mlp') names 'attention', which is none of qkv, out, "
-        "mlp, router, norm: use --config.model.biases=out,mlp",
+        "mlp, router, norm, experts: use --config.model.biases=out,mlp",
     ),
     (
         {"model.biases": ("out", "qkv", "out")},

@@ -162,7 +162,7 @@ def split_of(changes: dict, keep, length: int = LENGTH) -> tuple[LayerSplit, tup
     )
     x = jax.ShapeDtypeStruct((2, length, cfg.width), jnp.float32)
     extra = (jax.ShapeDtypeStruct((1, length), jnp.int32), None)
-    layer = lambda params, x, extra: parts.block(params)(x, *extra)
+    layer = lambda params, x, extra: parts.blocks[""](params)(x, *extra)
     with jax.set_mesh(small.mesh_of(small.config())):
         return LayerSplit(layer, params, x, extra, keep), (params, x, extra)
 

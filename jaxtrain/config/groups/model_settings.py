@@ -4,7 +4,8 @@ import dataclasses
 
 from jaxtrain.config.groups.setting import Choices, Range, as_type, setting
 
-BIASED = ("qkv", "out", "mlp", "router", "norm")  # parts of a model that may have biases
+# parts of a model that may have biases
+BIASED = ("qkv", "out", "mlp", "router", "norm", "experts")
 # far more than any model has, but few enough to set up each of them in time and memory
 MOST_LAYERS = 2**16
 
@@ -15,6 +16,33 @@ class ModelConfig:
 
     layers: int = setting(4, "transformer layers", Range(at_least=1, at_most=MOST_LAYERS))
     width: int = setting(128, "size of the residual stream", Range(at_least=1))
+    pattern: tuple[str, ...] = setting(
+        (),
+        "kinds of the layers, repeated from the first layer on, model.dense_layers counted first: "
+        "window; full, without the window; nope, full without positions; dense, without experts; "
+        "or names of model.kinds; empty: all layers are of one kind",
+    )
+    kinds: tuple[str, ...] = setting(
+        (),
+        "settings of layers of one kind, each as KIND.SETTING=VALUE: window.rotary_base=10000; a "
+        "kind of another name than those of model.pattern has the model's settings but for these",
+    )
+    window: int = setting(
+        0,
+        "tokens that a token attends to, the last ones with itself, in layers with a window; 0: "
+        "all before it",
+        Range(at_least=0),
+    )
+    block: str = setting(
+        "", "a layer of one's own, FILE.py:CLASS or MODULE:CLASS (docs/own_layer.md); empty: none"
+    )
+    mixer: str = setting(
+        "",
+        "a module of one's own in the place of attention, in the form of model.block; empty: none",
+    )
+    block_settings: tuple[str, ...] = setting(
+        (), "arguments of model.block or model.mixer, each as NAME=VALUE"
+    )
     heads: int = setting(4, "query heads", Range(at_least=1))
     kv_heads: int = setting(
         0,
@@ -123,20 +151,88 @@ class ModelConfig:
         Range(at_least=2),
     )
     norm: str = setting("rmsnorm", "normalisation", Choices(("rmsnorm", "layernorm")))
+    norm_weight: str = setting(
+        "scale",
+        "parameter of a norm: what it multiplies by, or one_plus, that less 1 (Gemma)",
+        Choices(("scale", "one_plus")),
+    )
+    norm_place: str = setting(
+        "before",
+        "norms of attention and MLP: of their inputs (before), of their outputs before the sum "
+        "(after: OLMo 2), or both (Gemma 2)",
+        Choices(("before", "after", "both")),
+    )
+    parallel_block: bool = setting(
+        False, "attention and MLP both read one norm of the layer's input (GPT-J, PaLM, Cohere)"
+    )
     qk_norm: bool = setting(
         False, "gqa: a norm of each head's queries and one of its keys, before the rotation (Qwen3)"
+    )
+    qk_norm_over: str = setting(
+        "head",
+        "qk_norm: numbers that a norm is over, those of a head or of all (projection: OLMo 2)",
+        Choices(("head", "projection")),
+    )
+    attention_scale: float = setting(
+        0.0, "gqa: factor on scores; 0: 1/sqrt(head_dim)", Range(at_least=0)
+    )
+    attention_softcap: float = setting(
+        0.0,
+        "bound c of attention's scores s, which become c·tanh(s/c) (Gemma 2); 0: none",
+        Range(at_least=0),
+    )
+    sinks: bool = setting(
+        False, "a learned number for each head, one more score of every token's softmax (gpt-oss)"
+    )
+    attention_gate: bool = setting(
+        False, "gqa: attention's output times the sigmoid of a gate made from the layer's input"
+    )
+    shared_gate: bool = setting(
+        False, "the shared experts' output times the sigmoid of a gate, one number a token"
     )
     norm_epsilon: float = setting(1e-5, "added to the variance in a normalisation", Range(above=0))
     latent_norm_epsilon: float = setting(
         0.0, "mla: norm_epsilon of the latents' norms; 0: norm_epsilon", Range(at_least=0)
     )
     activation: str = setting(
-        "swiglu", "MLP: gated SiLU (three matrices) or GELU (two)", Choices(("swiglu", "gelu"))
+        "swiglu",
+        "MLP: gated SiLU or GELU (three matrices), GELU (two), or clamped_swiglu, with "
+        "activation_alpha and activation_limit (gpt-oss)",
+        Choices(("swiglu", "gelu", "geglu", "clamped_swiglu")),
+    )
+    activation_alpha: float = setting(
+        1.702, "clamped_swiglu: factor inside of the sigmoid", Range(above=0)
+    )
+    activation_limit: float = setting(
+        7.0, "clamped_swiglu: bound of both products of the MLP's input", Range(above=0)
+    )
+    embedding_scale: float = setting(
+        1.0, "factor on the embeddings of tokens (Gemma: sqrt(width))", Range(above=0)
+    )
+    logit_scale: float = setting(1.0, "factor on the head's logits (Cohere)", Range(above=0))
+    logit_softcap: float = setting(
+        0.0, "bound c of the head's logits l, which become c·tanh(l/c); 0: none", Range(at_least=0)
+    )
+    dropout_residual: float = setting(
+        0.0,
+        "fraction of the numbers that attention and MLP add to the residual stream which training "
+        "sets to 0",
+        Range(at_least=0, below=1),
+    )
+    dropout_attention: float = setting(
+        0.0,
+        "fraction of attention's weights that training sets to 0",
+        Range(at_least=0, below=1),
+    )
+    dropout_embedding: float = setting(
+        0.0,
+        "fraction of the numbers of embeddings that training sets to 0",
+        Range(at_least=0, below=1),
     )
     positions: str = setting(
         "rotary",
-        "rotary embedding of queries and keys, or a learned position table",
-        Choices(("rotary", "learned")),
+        "rotary embedding of queries and keys, a learned position table, or none",
+        Choices(("rotary", "learned", "none")),
     )
     rotary_base: float = setting(10000.0, "base of the rotary wavelengths (theta)", Range(above=1))
     rotary_dim: int = setting(
@@ -220,8 +316,8 @@ class ModelConfig:
     biases: tuple[str, ...] = setting(
         (),
         "parts with biases: qkv, query, key and value matrices (mla: only those that compress); "
-        "out, attention's output matrix; mlp, an MLP's matrices; router, the router's logits "
-        "(router_bias is another); norm, layernorm; empty: none",
+        "out, attention's output matrix; mlp, an MLP's matrices; experts, the experts' matrices; "
+        "router, the router's logits (router_bias is another); norm, layernorm; empty: none",
         Choices(BIASED),
     )
     init_std: float = setting(0.02, "standard deviation of the initial weights", Range(above=0))

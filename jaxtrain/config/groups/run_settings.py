@@ -160,6 +160,15 @@ class TrainConfig:
     """The run."""
 
     steps: int = setting(100, "optimizer steps", Range(at_least=1))
+    loss: str = setting(
+        "", "a loss of one's own, FILE.py:FUNCTION or MODULE:FUNCTION; empty: cross-entropy"
+    )
+    z_loss: float = setting(
+        0.0,
+        "weight of the squared logarithm of the softmax's denominator in the loss, against large "
+        "logits (PaLM: 1e-4)",
+        Range(at_least=0),
+    )
     diloco_inner_steps: int = setting(
         0,
         "DiLoCo: steps that replicas train independently between outer steps; 0: they sum "

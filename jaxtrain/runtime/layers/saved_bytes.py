@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxtrain.config import PrecisionConfig, ResolvedModel
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.config.saved_values import LAYER_INPUT, LayerBytes, names_of, names_on_host
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.devices.mesh import AXES, MODEL, AbsentDevice, manual_axes, traced_for
@@ -38,26 +39,31 @@ from jaxtrain.runtime.layers.equations import HostRule, KeepRule
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeLayer:
-    """One of a model's equal layers, as the runtime runs it.
+    """A layer of one kind, as the runtime runs it.
 
     compute: dtype of activations
     fp8:     the use of FP8 in products with its matrices; None: they are of `compute`
+    kind:    its kind (config/groups/layer_kinds.py)
     dense:   of the layers before the first one that has experts
     """
 
     parts: ModelParts
     compute: jnp.dtype
     fp8: Fp8 | None = None
+    kind: str = ""
     dense: bool = False
 
     @property
     def specs(self) -> dict:
-        return self.parts.specs["first"]["0"] if self.dense else self.parts.specs["layer"]
+        if not self.dense:
+            return self.parts.layer_specs(self.kind)
+        kinds = kinds_of_layers(self.parts.cfg)
+        return self.parts.specs["first"][str(kinds.index(self.kind))]
 
     def __call__(self, params, x: jax.Array, extra) -> jax.Array:
         """x [B, T, D] → the same shape and dtype. extra: (positions, segments or None)"""
-        block = self.parts.dense_block if self.dense else self.parts.block
-        return row_major(block(params)(row_major(x, TOKENS), *extra), TOKENS)
+        blocks = self.parts.dense_blocks if self.dense else self.parts.blocks
+        return row_major(blocks[self.kind](params)(row_major(x, TOKENS), *extra), TOKENS)
 
     def split(
         self, message: tuple[int, ...], extra, keep: KeepRule, hosted: HostRule
@@ -200,7 +206,8 @@ class LayerOnMesh:
         To be called in the manual region of a mesh of `mesh_sizes`."""
         parts = build(self.cfg, context=self.context, expert_nodes=self.expert_nodes)
         compute, fp8 = jnp.dtype(self.precision.compute), fp8_of(self.precision, False)
-        layer = RuntimeLayer(parts, compute, fp8, self.dense)
+        kind = kinds_of_layers(self.cfg)[0]
+        layer = RuntimeLayer(parts, compute, fp8, kind, self.dense)
         shape = self.sequences, self.tokens, self.cfg.width
         extra = examples(self.sequences, self.tokens, self.documents)
         # The second cut uses the first one's trace, which takes most of the time.

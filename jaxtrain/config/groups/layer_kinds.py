@@ -1,0 +1,135 @@
+"""Kinds of layers: which layer is of which kind, and the model of the layers of one kind. No jax.
+
+`model.pattern` names a kind for each layer. A kind is the model's settings with some changed, by
+BUILTIN and `model.kinds`; `of_kind` changes them, and everything that makes or plans a layer takes
+the result. Kinds whose layers have equal parameters are of one form, and lie in one stack:
+
+    pattern=("window", "window", "full")                   kinds window, full      one form, ""
+    pattern=("full", "dense"), experts=8                   kinds full, dense       forms full, dense
+    pattern=()                                             one kind, ""            one form, ""
+"""
+
+import dataclasses
+import functools
+from typing import Any, TypeVar
+
+from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel
+
+# Kinds that need no entry in `model.kinds`, and what they change.
+_OWN: dict[str, object] = {"block": "", "mixer": ""}
+BUILTIN: dict[str, dict[str, object]] = {
+    "window": _OWN,
+    "full": {"window": 0, **_OWN},
+    "nope": {"window": 0, "positions": "none", **_OWN},
+    "dense": {"experts": 0},
+    "block": {},
+    "mixer": {},
+}
+# Settings of the whole model, which no kind changes.
+OF_MODEL = frozenset(
+    "layers dense_layers width pattern kinds vocab_size max_positions tied_embeddings mtp_depth "
+    "mtp_weight embedding_scale logit_scale logit_softcap loss_chunk dropout_embedding "
+    "balance_rate".split()
+)
+# Settings on which no parameter's shape, initial values or name depend.
+SHAPELESS = frozenset(
+    "window positions rotary_base rotary_dim rope_scaling rope_factor rope_original_length "
+    "rope_low_freq_factor rope_high_freq_factor rope_beta_fast rope_beta_slow rope_truncate "
+    "rope_attention_factor rope_mscale rope_mscale_all_dim attention_scale attention_softcap "
+    "attention_kernel attention_backward activation_alpha activation_limit dropout_residual "
+    "dropout_attention norm_epsilon router_scale router_normalize balance_loss z_loss".split()
+)
+# Settings that are filled in by another one: they follow where only that one is changed.
+_FOLLOWS = {"head_dim": ("rotary_dim", "value_head_dim"), "mlp_width": ("expert_width",)}
+Model = TypeVar("Model", bound=ModelConfig)
+
+
+def kinds_of_layers(model: ModelConfig) -> tuple[str, ...]:
+    """The kind of each layer, `dense_layers` first; "" where there is no pattern."""
+    pattern, layers = model.pattern or ("",), model.dense_layers + model.layers
+    return (pattern * -(-layers // len(pattern)))[:layers]
+
+
+def stacked_kinds(model: ModelConfig) -> tuple[str, ...]:
+    """The kind of each of `model.layers`, without the dense layers before them."""
+    return kinds_of_layers(model)[model.dense_layers :]
+
+
+def kind_names(model: ModelConfig) -> tuple[str, ...]:
+    """The kinds of `model.layers`, in the order of the first layer of each."""
+    return tuple(dict.fromkeys(stacked_kinds(model)))
+
+
+@functools.lru_cache(2**10)
+def of_kind(model: Model, kind: str) -> Model:
+    """The model of the layers of one kind: without a pattern, and with the kind's settings.
+
+    Raises ValueError for a kind that is not known, and for an entry of `model.kinds` that is none.
+
+    >>> model = ModelConfig(pattern=("window", "full"), window=8, kinds=("full.rotary_base=1e6",))
+    >>> of_kind(model, "window").window, of_kind(model, "full").window
+    (8, 0)
+    >>> of_kind(model, "full").rotary_base
+    1000000.0
+    """
+    if not kind and not model.pattern:
+        return model
+    changes: dict[str, Any] = {**BUILTIN.get(kind, {}), **_changes(model, kind)}
+    if kind not in BUILTIN and kind not in kinds_with_settings(model):
+        raise ValueError(f"kind {kind!r} is neither of {', '.join(BUILTIN)} nor in model.kinds")
+    if isinstance(model, ResolvedModel):
+        for name, followers in _FOLLOWS.items():
+            for other in followers:
+                if name in changes and getattr(model, other) == getattr(model, name):
+                    changes.setdefault(other, changes[name])
+    return dataclasses.replace(model, pattern=(), kinds=(), **changes)
+
+
+def kinds_with_settings(model: ModelConfig) -> frozenset[str]:
+    """The kinds of which `model.kinds` has settings."""
+    return frozenset(entry.partition(".")[0] for entry in model.kinds)
+
+
+@functools.lru_cache(2**10)
+def forms_of_kinds(model: ModelConfig) -> dict[str, str]:
+    """Kind → its form, the name of the first kind with the same parameters; "" for all where there
+    is one form."""
+    shaping = [f.name for f in dataclasses.fields(ModelConfig) if f.name not in SHAPELESS]
+    first: dict[tuple, str] = {}
+    forms = {}
+    for kind in kind_names(model):
+        values = vars(of_kind(model, kind))
+        forms[kind] = first.setdefault(tuple(values[name] for name in shaping), kind)
+    return forms if len(first) > 1 else dict.fromkeys(forms, "")
+
+
+def _changes(model: ModelConfig, kind: str) -> dict[str, Any]:
+    """The settings of a kind in `model.kinds`."""
+    types = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name not in OF_MODEL}
+    changes: dict[str, Any] = {}
+    for entry in model.kinds:
+        path, equals, text = entry.partition("=")
+        name, _, setting = path.partition(".")
+        setting, _, argument = setting.partition(".")
+        if not equals or setting not in types or bool(argument) != (setting == "block_settings"):
+            raise ValueError(f"{entry!r} is not KIND.SETTING=VALUE, with a setting of a layer")
+        if name == kind:
+            if argument:  # KIND.block_settings.NAME=VALUE
+                changes[setting] = (*changes.get(setting, ()), f"{argument}={text}")
+            else:
+                changes[setting] = _value(entry, text, types[setting].default)
+    return changes
+
+
+def _value(entry: str, text: str, default: Any) -> Any:
+    """The value of a text, of the type of the setting's default."""
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{entry!r} has no boolean (true or false)")
+        return text.lower() == "true"
+    if isinstance(default, tuple):
+        return tuple(part for part in text.split("+") if part)
+    try:
+        return int(float(text)) if isinstance(default, int) else type(default)(text)
+    except ValueError:
+        raise ValueError(f"{entry!r} has no number") from None
