@@ -19,9 +19,9 @@ def llama(
     return Model(
         layers,
         width,
-        heads,
-        kv_heads,
-        head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         mlp_width=mlp_width,
         vocab_size=vocabulary,
         sequence=sequence,
