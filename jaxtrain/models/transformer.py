@@ -39,6 +39,7 @@ from jaxtrain.models.layers import (
 from jaxtrain.models.moe import MoE
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import CacheSlot, Parameter, Spec, binder, parameter, specs
+from jaxtrain.parallel.dropout import Place, dropout
 from jaxtrain.parallel.tensor import flat, lookup, scattered_products
 
 ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {
@@ -104,6 +105,7 @@ class Block(nnx.Module):
         # As in GPT-2: the variance of the residual stream does not grow with depth.
         residual_std = cfg.init_std / math.sqrt(2 * (cfg.dense_layers + cfg.layers))
         has_experts = cfg.experts > 0 and not dense
+        self.dropout = cfg.dropout_residual
         self.attention_norm, self.mlp_norm = Norm(cfg), Norm(cfg)
         self.attention = ATTENTION[cfg.attention](cfg, residual_std, context)
         self.mlp = (
@@ -112,12 +114,15 @@ class Block(nnx.Module):
             else MLP(cfg, residual_std)
         )
 
-    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
-        """[B, T, D] → [B, T, D]."""
+    def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
+        """[B, T, D] → [B, T, D]. noise_BT: of the layer (parallel/dropout.py); None: no dropout"""
         y_BTD = named(ATTENTION_NORM, self.attention_norm(x_BTD))
-        x_BTD = x_BTD + named(ATTENTION_OUT, self.attention(y_BTD, positions_BT, segments_BT))
+        y_BTD = self.attention(y_BTD, positions_BT, segments_BT, noise_BT)
+        y_BTD = named(ATTENTION_OUT, y_BTD)
+        x_BTD = x_BTD + dropout(y_BTD, noise_BT, Place.ATTENTION_OUT, self.dropout)
         y_BTD = named(MLP_NORM, self.mlp_norm(x_BTD))
-        x_BTD = x_BTD + named(MLP_OUT, self.mlp(y_BTD))
+        y_BTD = named(MLP_OUT, self.mlp(y_BTD))
+        x_BTD = x_BTD + dropout(y_BTD, noise_BT, Place.MLP_OUT, self.dropout)
         return constrain(x_BTD, SPLIT)
 
     def cached(self, x_BTD, positions_BT, cache, start):
@@ -150,14 +155,17 @@ class Predictor(nnx.Module):
         self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, bias=False)
         self.block = Block(cfg, context, batch_size, expert_nodes)
 
-    def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None) -> jax.Array:
+    def __call__(
+        self, x_BTD, next_BTD, positions_BT, segments_BT=None, noise_BT=None
+    ) -> jax.Array:
         """Returns the module's residual stream [B, T, D].
 
         x_BTD: the normed stream of the module before, or of the model
         next_BTD: embeddings of the tokens that this stream predicts
         """
         both = jnp.concatenate([self.token_norm(next_BTD), self.hidden_norm(x_BTD)], -1)
-        return self.block(constrain(self.project(both), SPLIT), positions_BT, segments_BT)
+        x_BTD = constrain(self.project(both), SPLIT)
+        return self.block(x_BTD, positions_BT, segments_BT, noise_BT)
 
 
 @jax.custom_vjp
