@@ -273,19 +273,19 @@ def test_layers_of_several_forms_move_between_layouts(tmp_path):
     plain = small.to_plain(one, first.params)
     assert set(plain["layers"]) == {"wide", "window", "dense"}
     assert plain["layers"]["wide"]["mlp"]["up"].shape == (2, 2, 16, 32)
-    for name, (layout, optimizer, state) in states.items():
-        got = small.to_plain(layout, state.params)
+    for name, (layout, optimizer, values) in states.items():
+        got = small.to_plain(layout, values.params)
         jax.tree.map(np.testing.assert_array_equal, got, plain)
         again = small.from_plain(layout, plain)
-        assert_same(again, state.params)
+        assert_same(again, values.params)
         saver = Checkpointer(tmp_path / name, state_module.stored_shapes(layout, optimizer))
-        assert saver.save(1, state.stored, {})
+        assert saver.save(1, values.stored, {})
         saver.close()
-    for layout, optimizer, state in states.values():
+    for layout, optimizer, values in states.values():
         stored = state_module.stored_shapes(layout, optimizer)
         abstract = state_module.abstract_state(layout, optimizer)
         for name in FORM_LAYOUTS:
-            assert_same(restore(tmp_path / name, 1, abstract, stored), state)
+            assert_same(restore(tmp_path / name, 1, abstract, stored), values)
 
 
 def test_a_form_has_its_own_arrays_in_a_checkpoint():
