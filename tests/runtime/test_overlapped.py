@@ -25,9 +25,8 @@ UNITS = {  # the ranges, and on each stage the kinds of F's layers, and of B's
 def test_each_layer_once(monkeypatch, ranges, f, b):
     run = lambda start, stop, step, carry: [step(trip, None) for trip in range(start, stop)]
     monkeypatch.setattr(layer_loops, "run_trips", run)
-    layers = lambda kinds: layers_in_order(
-        ranges, [""] * kinds if isinstance(kinds, int) else kinds
-    )
+    kinds_of = lambda unit: [""] * unit if isinstance(unit, int) else unit
+    layers = lambda unit: layers_in_order(ranges, kinds_of(unit))
     f, b = list(map(layers, f)), list(map(layers, b))
     plan = plan_pairs(f, b)
     for stage in range(len(f)):

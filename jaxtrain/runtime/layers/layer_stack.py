@@ -402,10 +402,10 @@ class LayerStack:
         op = LayerOp.FORWARD
         # One layer's residuals need no array to be written into, unless that is on the host.
         on_host = any(jax.tree.leaves([each.split.on_host for each in self.ranges]))
-        (trips,) = self.trips
-        if len(trips) == 1 and not on_host:
-            layers, i = trips[0].label, LayerIndex(*trips[0].values)
-            p = self.parameters(params, layers, 0, op)
+        is_one_layer = len(self.ranges) == 1 and all(len(of_stage) == 1 for of_stage in self.trips)
+        if is_one_layer and not on_host:
+            (layers,), i = self.ranges, LayerIndex(0, 0, 0)
+            p = self.parameters(params, layers, i.row, op)
             y, values = layers.split.output_and_residuals(p, x, self.extra(extra, i))
             return y, {layers.saved: jax.tree.map(lambda value: value[None], values)}
 
