@@ -14,9 +14,12 @@ into units, PLACEMENTS puts chunks on stages, and `Placement` answers questions 
 No JAX here.
 """
 
+import collections
 import dataclasses
 import functools
 import heapq
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -244,6 +247,16 @@ class Placement:
         """The layers in the stacked array of these units: the most that a stage has."""
         return max(len(self.stack(local_unit, stage, form)) for stage in range(self.stages))
 
+    @property
+    def stored_layers(self) -> tuple[int, ...]:
+        """The layers of each form whose parameters a device has memory for, the same on all
+        stages."""
+        units = range(self.units_per_stage)
+        return tuple(
+            sum(self.stack_size(unit, form) for unit in units)
+            for form in dict.fromkeys(self.forms or [""])
+        )
+
     def layer_index(self, local_unit: int, form: str = "") -> np.ndarray:
         """int32 [stages, stack_size]: the layer of each entry of the stacked array, −1 of an unused
         one."""
@@ -252,6 +265,14 @@ class Placement:
             layers = self.stack(local_unit, stage, form)
             index[stage, : len(layers)] = layers
         return index
+
+    def most(self, kinds: Sequence[str], begin: int = 0, end: int | None = None) -> dict[str, int]:
+        """Kind → the most layers of it that a unit has, of its layers from `begin` to `end`. kinds:
+        of all layers"""
+        ends = itertools.accumulate(self.sizes)
+        of_units = (kinds[last - n : last] for n, last in zip(self.sizes, ends, strict=True))
+        counts = (collections.Counter(layers[begin:end]) for layers in of_units)
+        return dict(functools.reduce(operator.or_, counts))  # of counters, the larger numbers
 
     def describe(self) -> str:
         """A text with the number of layers on each stage: "7 layers on 2 pipeline stages: 4, 3"."""

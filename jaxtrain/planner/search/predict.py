@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxtrain import config as cfg
 from jaxtrain.config import ResolvedConfig
+from jaxtrain.config.groups.layer_kinds import stacked_kinds
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.pipeline.op_times import complete_times, has_recompute_ops
 from jaxtrain.pipeline.setup import Setup, make_setup
@@ -29,7 +30,7 @@ from jaxtrain.planner.layer.hardware import GIB, Hardware
 from jaxtrain.planner.layer.links import STAGE
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.validation import KEYS, Expected, expected
-from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
+from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory, slot_counts
 from jaxtrain.planner.step.step_model import OURS, milliseconds, step_model_of, unfollowed
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
@@ -261,21 +262,14 @@ class PlannedTable:
         """
         if self.config.mesh.stage == 1:
             return None
-        setup = self.part().setup
-        placement, most = setup.placement, max(setup.placement.sizes)
-        recomputed = remat_of(self.config.pipeline.remat).recomputed(most)
+        setup, remat = self.part().setup, remat_of(self.config.pipeline.remat)
         assert setup.train is not None  # there are stages
         pools = setup.train.pool_sizes
         if setup.train_several:  # the program has both tables, one after the other
             several = setup.train_several.pool_sizes
             pools = {pool: max(number, several[pool]) for pool, number in pools.items()}
-        return SlotCounts(
-            pools,
-            layers=most,
-            saved_layers=(most - recomputed) * any(setup.table.saved),
-            stored_layers=sum(map(placement.stack_size, range(placement.units_per_stage))),
-            shares_vocabulary=setup.shares_vocabulary,
-        )
+        kinds = stacked_kinds(self.config.model)
+        return slot_counts(pools, setup.placement, kinds, remat, setup.shares_vocabulary)
 
     def counts(
         self, times: Times, shorter: Callable[[TableCounts, float], TableCounts] | None = None

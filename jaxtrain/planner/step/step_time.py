@@ -190,7 +190,10 @@ class StepModel(StepPart):
             heads = model.vocab_size * model.width * (1 + model.mtp_depth)
             recomputed = model.sequence_flops(causal) - 2.0 * model.sequence * heads
         elif remat == SELECTIVE:
-            attention = model.attention_flops() * (0.5 if causal else 1.0)
-            again = self.on(self.layout.with_remat(remat)).part(LayerTime).flops_made_again
-            recomputed = model.layers * again(attention)
+            layer = self.on(self.layout.with_remat(remat)).part(LayerTime)
+            of_core = 0.5 if causal else 1.0
+            recomputed = model.layers * sum(
+                part * kind.flops_made_again(of_core * kind.model.attention_flops())
+                for kind, part in layer.kinds()
+            )
         return self.model_flops() + self.layout.batch * fraction * recomputed
