@@ -17,8 +17,8 @@ def llama(
 ) -> Model:
     """A model of Llama's form: three matrices in an MLP, groups of heads, rotary positions."""
     return Model(
-        layers,
-        width,
+        layers=layers,
+        width=width,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
