@@ -14,12 +14,10 @@ into units, PLACEMENTS puts chunks on stages, and `Placement` answers questions 
 No JAX here.
 """
 
-import collections
 import dataclasses
 import functools
 import heapq
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -213,6 +211,12 @@ class Placement:
         """The number of layers in a stage's unit; 0 without such a unit."""
         return len(self.layers_of(local_unit, stage))
 
+    def kinds_of_units(self, kinds: Sequence[str]) -> list[tuple[str, ...]]:
+        """The kinds of the layers of each unit. kinds: of each layer"""
+        ends = itertools.accumulate(self.sizes)
+        units = zip(ends, self.sizes, strict=True)
+        return [tuple(kinds[end - size : end]) for end, size in units]
+
     def counts(self, local_unit: int) -> list[int]:
         """The layers of the unit on each stage that has it; 0 is possible."""
         return [
@@ -265,14 +269,6 @@ class Placement:
             layers = self.stack(local_unit, stage, form)
             index[stage, : len(layers)] = layers
         return index
-
-    def most(self, kinds: Sequence[str], begin: int = 0, end: int | None = None) -> dict[str, int]:
-        """Kind → the most layers of it that a unit has, of its layers from `begin` to `end`. kinds:
-        of all layers"""
-        ends = itertools.accumulate(self.sizes)
-        of_units = (kinds[last - n : last] for n, last in zip(self.sizes, ends, strict=True))
-        counts = (collections.Counter(layers[begin:end]) for layers in of_units)
-        return dict(functools.reduce(operator.or_, counts))  # of counters, the larger numbers
 
     def describe(self) -> str:
         """A text with the number of layers on each stage: "7 layers on 2 pipeline stages: 4, 3"."""

@@ -30,7 +30,7 @@ from jaxtrain.planner.layer.hardware import GIB, Hardware
 from jaxtrain.planner.layer.links import STAGE
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.validation import KEYS, Expected, expected
-from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory, slot_counts
+from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.planner.step.step_model import OURS, milliseconds, step_model_of, unfollowed
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
@@ -268,8 +268,14 @@ class PlannedTable:
         if setup.train_several:  # the program has both tables, one after the other
             several = setup.train_several.pool_sizes
             pools = {pool: max(number, several[pool]) for pool, number in pools.items()}
-        kinds = stacked_kinds(self.config.model)
-        return slot_counts(pools, setup.placement, kinds, remat, setup.shares_vocabulary)
+        placement, most = setup.placement, max(setup.placement.sizes)
+        return SlotCounts(
+            pools,
+            units=placement.kinds_of_units(stacked_kinds(self.config.model)),
+            recomputed=remat.recomputed(most) or most,
+            stored_layers=placement.stored_layers,
+            shares_vocabulary=setup.shares_vocabulary,
+        )
 
     def counts(
         self, times: Times, shorter: Callable[[TableCounts, float], TableCounts] | None = None

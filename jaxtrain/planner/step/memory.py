@@ -35,7 +35,8 @@ from typing import cast
 
 from jaxtrain.config import kernels
 from jaxtrain.config.groups.layer_kinds import kinds_of_layers
-from jaxtrain.config.sizes import SELECTIVE, Remat
+from jaxtrain.config.saved_values import LayerBytes
+from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.layout import routed_capacity, sent_by_gateway
 from jaxtrain.planner.layer.settings import FLOAT32, FP8, ITEM
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
@@ -43,7 +44,7 @@ from jaxtrain.planner.step.parameters import MASTERS, Layers
 from jaxtrain.planner.step.saved import LeastSaved, SavedBytes, bytes_on_host, layer_bytes
 from jaxtrain.planner.step.step_part import AnyPart
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.schedule.placement import Placement, spread
+from jaxtrain.schedule.placement import spread
 from jaxtrain.schedule.slots import SAVED
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
@@ -79,47 +80,28 @@ class MemoryBreakdown:
 class SlotCounts:
     """The number of slots of each pool on the fullest stage.
 
-    layers:             of each kind, the most in a unit; a slot of residuals or of the stash has
-                        memory for all of them
+    units:              the kinds of the layers of each unit; a slot of residuals or of the stash
+                        has memory for those of any unit
+    recomputed:         layers of a unit, the lowest, that are recomputed while the others save all,
+                        in slots of their own; or all of them
     stored_layers:      layers of each form whose parameters a device has memory for, the same on
                         all stages
     shares_vocabulary:  embedding and head are split over the stages; otherwise every stage has
                         memory for both
-    saved_layers:       of each kind, those that save all, in slots of their own, where the ones in
-                        `layers` are recomputed
     """
 
     pools: Mapping[str, float]
-    layers: Mapping[str, float]
+    units: Sequence[Sequence[str]]
+    recomputed: int
     stored_layers: Layers
     shares_vocabulary: bool
-    saved_layers: Mapping[str, float]
 
-    def of_layers(self, pool: str, kind: str) -> float:
-        """The slots of a pool, 0 if there is none, times the layers of a kind that each has memory
-        for."""
-        layers = self.saved_layers if pool in SAVED else self.layers
-        return self.pools.get(pool, 0) * layers.get(kind, 0)
-
-
-def slot_counts(
-    pools: Mapping[str, float],
-    placement: Placement,
-    kinds: Sequence[str],
-    remat: Remat,
-    shared: bool,
-) -> SlotCounts:
-    """The slots of a table with so many of each pool. kinds: of the layers; shared: all stages
-    share the vocabulary"""
-    recomputed, most = remat.recomputed(max(placement.sizes)), max(placement.sizes)
-    border = recomputed if 0 < recomputed < most else None
-    return SlotCounts(
-        pools,
-        placement.most(kinds, end=border),
-        placement.stored_layers,
-        shared,
-        placement.most(kinds, border) if border else {},
-    )
+    def of_layers(self, pool: str, kinds: Sequence[str]) -> float:
+        """The slots of a pool, 0 if there is none, times the layers of these kinds that each has
+        memory for."""
+        border, in_others = self.recomputed, pool in SAVED
+        parts = (unit[border:] if in_others else unit[:border] for unit in self.units)
+        return self.pools.get(pool, 0) * max(sum(k in kinds for k in part) for part in parts)
 
 
 def memory(
@@ -186,8 +168,7 @@ def memory(
         activations = sum(pools.values()) if slots else _saved_by_layers(step)
         head = max(_head_working(step, loss_chunk, bool(shared), working), _dense_working(step))
         if slots:
-            kinds = step.model.counts[0]
-            working += max(transposed_pools(step.of_kind(kind), slots, kind) for kind in kinds)
+            working += max(transposed_pools(step, slots, alike) for alike in _pooled(step).values())
     else:
         activations, pools = saved_by_others(step), {}
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
@@ -212,8 +193,6 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     remat, full = layout.recomputation, layout.recomputation.mode == "full"
     pieces = spread(layers, math.ceil(layers / (layout.layers_per_op or layers)))
     saved = sum(n - remat.recomputed(n) for n in pieces) if remat.mode != "none" else 0
-    # a chunk's units are taken to have each kind in the same parts
-    most = placement.most(step.model.stack) if placement else {"": layers}
     pools = {
         "activation": residuals if full and not layout.saves_inputs else TRANSIT,
         "gradient": schedule.gradients(p, layout.microbatches),
@@ -225,10 +204,10 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     }
     return SlotCounts(
         pools,
-        {kind: n * (layers - saved) / layers for kind, n in most.items()},
+        placement.kinds_of_units(step.model.stack) if placement else [[""] * layers],
+        layers - saved,
         placement.stored_layers if placement else (layers * v,),
         step.settings.vocabulary_parallel,
-        {kind: n * saved / layers for kind, n in most.items()},
     )
 
 
@@ -287,19 +266,14 @@ def best_interval(step: StepModel) -> float | None:
 def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     """Bytes of each pool in the device's memory."""
     pools: dict[str, float] = collections.defaultdict(float)
-    for name in step.model.counts[0]:
-        kind = step.of_kind(name)
-        layer, saved = layer_bytes(kind), layer_bytes(kind, remat="none")
-        of_layers = {
-            "residual_b": layer.residual_b - layer.host_b,
-            "residual_w": layer.residual_w - layer.host_w,
-            "weight_stash": layer.weight_stash,
-            "layer_input": layer.input,
-            **dict(zip(SAVED, saved, strict=False)),
-        }
-        for pool, size in of_layers.items():
-            pools[pool] += slots.of_layers(pool, name) * size
-        pools |= {pool: slots.pools[pool] * layer.input for pool in ("activation", "gradient")}
+    of_layer = ("residual_b", "residual_w", "weight_stash", "layer_input")
+    for remat, names in (("", of_layer), ("none", SAVED)):
+        for layer, kinds in _pooled(step, remat).items():
+            on_device = layer.residual_b - layer.host_b, layer.residual_w - layer.host_w
+            sizes = (*on_device, layer.weight_stash, layer.input)
+            for pool, size in zip(names, sizes, strict=False):
+                pools[pool] += slots.of_layers(pool, kinds) * size
+            pools |= {pool: slots.pools[pool] * layer.input for pool in ("activation", "gradient")}
     offloaded = (*SAVED[:2], "residual_b", "residual_w") * step.layout.offloads("activations")
     if step.layout.recomputation.mode == "full":
         inputs = "layer_input" if slots.pools.get("layer_input") else "activation"
@@ -307,20 +281,30 @@ def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     return {pool: size for pool, size in pools.items() if size and pool not in offloaded}
 
 
-def transposed_pools(step: StepModel, slots: SlotCounts, kind: str = "") -> float:
+def _pooled(step: StepModel, remat: str = "") -> dict[LayerBytes, list[str]]:
+    """The bytes of a layer → the kinds whose layers save so many. They are taken to save arrays of
+    the same shapes, for which a stage has one pool (runtime/state_plan.py)."""
+    pooled: dict[LayerBytes, list[str]] = {}
+    for kind in step.model.counts[0]:
+        pooled.setdefault(layer_bytes(step.of_kind(kind), remat=remat), []).append(kind)
+    return pooled
+
+
+def transposed_pools(step: StepModel, slots: SlotCounts, kinds: Sequence[str] = ("",)) -> float:
     """Bytes of copies where `model` splits layers: XLA transposes arrays of an entire pool before
-    an op's loop over layers. kind: of the step's layers
+    an op's loop over layers. kinds: whose layers have the pool
 
     For microbatches of several sequences W transposes a gathered array of the stash, and B what a
     norm has saved; the ops take turns. For one sequence, W transposes the two gradients that it
     sums for biases, as wide as the hidden layer and as the layer. So it does with what a
     norm has made once more in 32 bits.
     """
-    model, layout = step.model, step.layout
+    step, layout = step.of_kind(kinds[0]), step.layout
+    model = step.model
     if layout.model == 1:
         return 0.0
     layer, saved = layer_bytes(step), layer_bytes(step, remat="none")
-    of_layers = lambda pool: slots.of_layers(pool, kind)
+    of_layers = lambda pool: slots.of_layers(pool, kinds)
     stashed, saved_stash = of_layers("weight_stash"), of_layers("saved_stash")
     if layout.microbatch == 1:
         widths = model.layer().hidden * ("mlp" in model.biases) + model.width * (
