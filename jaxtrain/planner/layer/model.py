@@ -54,6 +54,15 @@ class Model(ResolvedModel):
         config = layer_kinds.of_kind(self.resolved, kind or self.stack[0])
         return model_of(config, self.sequence)
 
+    @functools.cached_property
+    def layer_costs(self) -> tuple[float, ...]:
+        """The operations of each of `layers` over those of the mean one, by which stages and their
+        units share work on any hardware; () where layers are of one kind."""
+        if len(self.counts[0]) == 1:
+            return ()
+        mean = self.mean(Model.layer_flops)
+        return tuple(self.of_kind(kind).layer_flops() / mean for kind in self.stack)
+
     def mean(self, number: Callable[["Model"], float], dense: bool = False) -> float:
         """The mean over the layers of a number that models of one kind have. dense: over the layers
         before those with experts"""
