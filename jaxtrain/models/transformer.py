@@ -155,9 +155,7 @@ class Predictor(nnx.Module):
         self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, bias=False)
         self.block = Block(cfg, context, batch_size, expert_nodes)
 
-    def __call__(
-        self, x_BTD, next_BTD, positions_BT, segments_BT=None, noise_BT=None
-    ) -> jax.Array:
+    def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """Returns the module's residual stream [B, T, D].
 
         x_BTD: the normed stream of the module before, or of the model

@@ -24,6 +24,7 @@ from jaxtrain.config import (
     get,
     replace,
 )
+from jaxtrain.config.groups.layer_kinds import kind_names, of_kind
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.rules.rules import SettingChanges, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
@@ -265,6 +266,18 @@ def context_axis_divides(
             "parallel.context",
             f"cuts heads, and {over} does not divide {path}={number}",
             [{"parallel.context": "all_gather"}, *values_for("mesh.context", smaller)],
+        )
+
+
+def ring_drops_nothing(
+    model: ResolvedModel, mesh: MeshConfig, parallel: ParallelConfig
+) -> Iterator[Violation]:
+    rates = [of_kind(model, kind).dropout_attention for kind in kind_names(model)]
+    if mesh.context > 1 and parallel.context == "ring" and any(rates):
+        yield Violation(
+            "parallel.context",
+            f"drops no weights, and model.dropout_attention={max(rates)}",
+            [{"parallel.context": "all_gather"}, {"model.dropout_attention": 0.0}],
         )
 
 

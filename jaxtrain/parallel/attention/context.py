@@ -129,8 +129,8 @@ def attend_by_gather(attend: Callable, q, k, v, segments, noise=None):
 
 
 def attend_by_halves(attend: Callable, q, k, v, segments, noise=None) -> jax.Array:
-    """`attend_by_gather` for attend(q, k, v, mask, noise). Each chunk of queries is attended to on its
-    own, the lower one with the keys that it sees on any device."""
+    """`attend_by_gather` for attend(q, k, v, mask, noise). Each chunk of queries is attended to on
+    its own, the lower one with the keys that it sees on any device."""
     # The lower chunk of a device is in the lower half of the sequence on every device, so half of
     # the keys will do, a number that is the same in every device's program.
     t, query_positions = q.shape[1], positions(q.shape[1])

@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxtrain.parallel.random_bits import GOLDEN, mixed
 
+
 def rounded(
     x: jax.Array, dtype: jnp.dtype, key: jax.Array | None, count: jax.Array, use: int
 ) -> jax.Array:
