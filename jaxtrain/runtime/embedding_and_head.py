@@ -32,7 +32,7 @@ from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.rotary import layer_positions
-from jaxtrain.models.transformer import ModelParts, add_position_gradient
+from jaxtrain.models.transformer import ModelParts, add_position_gradient, scaled
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.dropout import Place, dropout, layer_noise
@@ -269,7 +269,8 @@ class EmbeddingAndHead:
 
     def _add_lookup(self, table, lookup: _Lookup):
         """The table's sums with the gradient of `_lookup`."""
-        first_row, g, tokens = self._first_row(table), lookup.gradient, lookup.tokens
+        first_row, tokens = self._first_row(table), lookup.tokens
+        g = scaled(lookup.gradient, self.parts.cfg.embedding_scale)
         axes = self._table_axes if self.zero.reduces_in_ops else ()
         # the reverse of the all-to-all in `_lookup`: a device has the sums of its columns
         if axes:

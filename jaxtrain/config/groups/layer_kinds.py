@@ -103,6 +103,12 @@ def forms_of_kinds(model: ModelConfig) -> dict[str, str]:
     return forms if len(first) > 1 else dict.fromkeys(forms, "")
 
 
+def forms_of_layers(model: ModelConfig) -> tuple[str, ...]:
+    """The form of each of `model.layers`; () where all are of one."""
+    forms = forms_of_kinds(model)
+    return tuple(forms[kind] for kind in stacked_kinds(model)) if any(forms.values()) else ()
+
+
 def has_dropout(model: ModelConfig) -> bool:
     """True if training drops numbers of the embeddings, or in layers of any kind."""
     kinds = (of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model)))

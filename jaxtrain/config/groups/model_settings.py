@@ -336,6 +336,11 @@ class ModelConfig:
         2048, "tokens per device whose logits are in memory at the same time", Range(at_least=1)
     )
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether an MLP has a matrix for its gate, three in all."""
+        return self.activation != "gelu"
+
     def resolve(self, sequence_length: int) -> "ResolvedModel":
         """This model with its dependent defaults filled in, and biases in the order of BIASED. The
         settings of latent attention become 0 for grouped-query attention, and rotary_dim becomes 0
