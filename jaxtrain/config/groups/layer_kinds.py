@@ -103,6 +103,12 @@ def forms_of_kinds(model: ModelConfig) -> dict[str, str]:
     return forms if len(first) > 1 else dict.fromkeys(forms, "")
 
 
+def forms_of_layers(model: ModelConfig) -> tuple[str, ...]:
+    """The form of each of `model.layers`; () where all are of one."""
+    forms = forms_of_kinds(model)
+    return tuple(forms[kind] for kind in stacked_kinds(model)) if any(forms.values()) else ()
+
+
 def _changes(model: ModelConfig, kind: str) -> dict[str, Any]:
     """The settings of a kind in `model.kinds`."""
     types = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name not in OF_MODEL}
