@@ -9,10 +9,10 @@ from typing import Any
 from jaxtrain import config as cfg
 from jaxtrain.config.groups.layer_kinds import OF_MODEL, kinds_of_layers, of_kind
 from jaxtrain.config.rules import checks, unused
-from jaxtrain.hf.block_scales import read_block
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.families.family import Family
 from jaxtrain.hf.fields import WITHOUT_EFFECT, Fields, HfError
+from jaxtrain.hf.quantization import read_quantization
 
 # Settings of the model that do not change what it computes: they are free in an import, and an
 # export leaves them out.
@@ -44,10 +44,10 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, cfg.Model
     family = family_of(values, place)
     fields = Fields(values, place, family.aliases)
     model = cfg.ModelConfig(**family.read(fields))
-    if read_block(fields):
+    if quantization := read_quantization(fields):
         fields.notes.append(
-            "quantization_config is left out: float8 matrices are multiplied by their scales, and "
-            "training goes on without quantization"
+            f"quantization_config is left out: {quantization.words} are multiplied by their "
+            "scales, and training goes on without quantization"
         )
     fields.finish(family.model_type, WITHOUT_EFFECT)
     tokens = {"data.sequence_length": model.max_positions} if model.max_positions else {}

@@ -43,6 +43,7 @@ class Family:
     aliases: other name of a field → its name in the table (transformers' `attribute_map`)
     prefix:  before the names of all tensors but the output matrix; files of older versions lack it
     dropped: the ends of names of tensors that hold no parameters
+    joins_experts: a tensor has all experts of a layer
     """
 
     model_type: str
@@ -53,6 +54,7 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = "model."
     dropped: tuple[str, ...] = (ROTARY_BUFFER,)
+    joins_experts: bool = False
 
     def read(self, fields: Fields) -> Settings:
         """The settings of a config.json's model. Raises HfError for what the model cannot be."""

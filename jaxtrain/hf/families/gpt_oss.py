@@ -94,4 +94,5 @@ GPT_OSS = Family(
     ),
     rules=functools.partial(decoder_rules, mlp=_experts),
     aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    joins_experts=True,
 )
