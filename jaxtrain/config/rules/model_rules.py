@@ -13,6 +13,7 @@ from jaxtrain.config import (
     fields,
     kernels,
 )
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
 from jaxtrain.config.rules.rules import Violation, divisors, near, values_for
 
 
@@ -177,7 +178,7 @@ OF_EXPERTS = (
     "dense_layers experts_per_token shared_experts expert_width router router_normalize "
     "router_scale router_bias router_groups "
     "router_group_limit router_group_best capacity_factor expert_room balance_rate "
-    "balance_loss z_loss"
+    "balance_loss z_loss shared_gate"
 ).split()
 
 
@@ -199,8 +200,11 @@ def experts_have_layers(model: ResolvedModel) -> Iterator[Violation]:
 
 def biases_have_parts(model: ResolvedModel) -> Iterator[Violation]:
     """Parts that the model lacks, or that cannot have biases."""
+    layers = {of_kind(model, kind).experts for kind in kinds_of_layers(model)}
+    routes_all = 0 not in layers and not model.dense_layers and not model.shared_experts
     wrong = {
-        "mlp": bool(model.experts) and f"model.experts={model.experts}, which have no biases",
+        "mlp": routes_all and f"model.experts={model.experts} in every layer, and no MLP",
+        "experts": layers == {0} and "model.experts=0",
         "router": not model.experts and "model.experts=0, where there is no router",
         "norm": model.norm != "layernorm" and f"model.norm={model.norm!r}, which has no bias",
     }
@@ -210,6 +214,16 @@ def biases_have_parts(model: ResolvedModel) -> Iterator[Violation]:
             yield Violation(
                 "model.biases", f"has {part!r} with {reason}", [{"model.biases": others}]
             )
+
+
+def one_norm_is_shared(model: ResolvedModel) -> Iterator[Violation]:
+    if model.parallel_block and model.norm_place != "before":
+        yield Violation(
+            "model.norm_place",
+            "has a norm of the MLP's own, and with model.parallel_block=True attention and MLP "
+            "share one",
+            [{"model.norm_place": "before"}, {"model.parallel_block": False}],
+        )
 
 
 def router_groups_divide(model: ResolvedModel) -> Iterator[Violation]:
