@@ -36,7 +36,9 @@ class Attention(nnx.Module):
         self.rotary = (
             Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
         )
-        self.settings = AttentionSettings(context, cfg.attention_kernel, cfg.attention_backward)
+        self.settings = AttentionSettings(
+            context, cfg.attention_kernel, cfg.attention_backward, cfg.dropout_attention
+        )
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
@@ -88,11 +90,11 @@ class Attention(nnx.Module):
             y_BTI = y_BTI * jax.nn.sigmoid(gate_BTI)
         return self.out.row_parallel(y_BTI)
 
-    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
+    def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
-        token sees its own segment alone."""
+        token sees its own segment alone. noise_BT: as of a Block"""
         q, k, v, gate = self.project(x_BTD, positions_BT)
-        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.settings))
+        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.settings, noise_BT))
         return self.output(y, gate)
 
     @staticmethod

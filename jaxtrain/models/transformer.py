@@ -40,6 +40,7 @@ from jaxtrain.models.layers import (
 from jaxtrain.models.moe import MoE
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import CacheSlot, Parameter, Spec, binder, parameter, specs
+from jaxtrain.parallel.dropout import Place, dropout
 from jaxtrain.parallel.tensor import flat, lookup, scattered_products
 
 ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {
@@ -121,6 +122,7 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(cfg) if before and not self.is_parallel else None
         self.attention_out_norm = Norm(cfg) if after else None
         self.mlp_out_norm = Norm(cfg) if after else None
+        self.dropout = cfg.dropout_residual
         self.attention = ATTENTION[cfg.attention](cfg, residual_std, context)
         self.mlp = (
             MoE(cfg, residual_std, batch_size, expert_nodes)
@@ -128,12 +130,12 @@ class Block(nnx.Module):
             else MLP(cfg, residual_std)
         )
 
-    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
-        """[B, T, D] → [B, T, D]."""
-        attend = lambda y_BTD: self.attention(y_BTD, positions_BT, segments_BT)
-        return constrain(self._residual_sum(x_BTD, attend, self.mlp), SPLIT)
+    def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
+        """[B, T, D] → [B, T, D]. noise_BT: of the layer (parallel/dropout.py); None: no dropout"""
+        attend = lambda y_BTD: self.attention(y_BTD, positions_BT, segments_BT, noise_BT)
+        return constrain(self._residual_sum(x_BTD, attend, self.mlp, noise_BT), SPLIT)
 
-    def _residual_sum(self, x_BTD, attend: Callable, mlp: Callable) -> jax.Array:
+    def _residual_sum(self, x_BTD, attend: Callable, mlp: Callable, noise_BT=None) -> jax.Array:
         """x plus what attention and MLP, functions of [B, T, D], make of it."""
         y_BTD = x_BTD
         if self.attention_norm is not None:
@@ -141,13 +143,15 @@ class Block(nnx.Module):
         attended_BTD = named(ATTENTION_OUT, attend(y_BTD))
         if self.attention_out_norm is not None:
             attended_BTD = self.attention_out_norm(attended_BTD)
-        x_BTD = x_BTD + attended_BTD
+        x_BTD = x_BTD + dropout(attended_BTD, noise_BT, Place.ATTENTION_OUT, self.dropout)
         if self.mlp_norm is not None:
             y_BTD = named(MLP_NORM, self.mlp_norm(x_BTD))
         elif not self.is_parallel:
             y_BTD = x_BTD
         y_BTD = named(MLP_OUT, mlp(y_BTD))
-        return x_BTD + (y_BTD if self.mlp_out_norm is None else self.mlp_out_norm(y_BTD))
+        if self.mlp_out_norm is not None:
+            y_BTD = self.mlp_out_norm(y_BTD)
+        return x_BTD + dropout(y_BTD, noise_BT, Place.MLP_OUT, self.dropout)
 
     def cached(self, x_BTD, positions_BT, cache, start):
         """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions
@@ -183,14 +187,15 @@ class Predictor(nnx.Module):
         self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, bias=False)
         self.block = Block(cfg, context, batch_size, expert_nodes)
 
-    def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None) -> jax.Array:
+    def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """Returns the module's residual stream [B, T, D].
 
         x_BTD: the normed stream of the module before, or of the model
         next_BTD: embeddings of the tokens that this stream predicts
         """
         both = jnp.concatenate([self.token_norm(next_BTD), self.hidden_norm(x_BTD)], -1)
-        return self.block(constrain(self.project(both), SPLIT), positions_BT, segments_BT)
+        x_BTD = constrain(self.project(both), SPLIT)
+        return self.block(x_BTD, positions_BT, segments_BT, noise_BT)
 
 
 @jax.custom_vjp

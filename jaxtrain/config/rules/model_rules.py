@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtrain.config import (
     DataConfig,
+    FilledConfig,
     MeshConfig,
     ModelConfig,
     ParallelConfig,
@@ -13,7 +14,7 @@ from jaxtrain.config import (
     fields,
     kernels,
 )
-from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.rules.rules import Violation, divisors, near, values_for
 
 
@@ -182,13 +183,16 @@ OF_EXPERTS = (
 ).split()
 
 
-def experts_have_layers(model: ResolvedModel) -> Iterator[Violation]:
-    if model.dense_layers and not model.experts:
+def dense_layers_come_before_experts(model: ModelConfig) -> Iterator[Violation]:
+    if model.dense_layers and not any(each.experts for each in models_of_kinds(model)):
         yield Violation(
             "model.dense_layers",
             "come before layers with experts, and model.experts=0",
             [{"model.dense_layers": 0}, {"model.experts": 8}],
         )
+
+
+def experts_have_capacity(model: ResolvedModel) -> Iterator[Violation]:
     if 0 < model.expert_room < 1:
         yield Violation(
             "model.expert_room",
@@ -198,15 +202,17 @@ def experts_have_layers(model: ResolvedModel) -> Iterator[Violation]:
         )
 
 
-def biases_have_parts(model: ResolvedModel) -> Iterator[Violation]:
-    """Parts that the model lacks, or that cannot have biases."""
-    layers = {of_kind(model, kind).experts for kind in kinds_of_layers(model)}
-    routes_all = 0 not in layers and not model.dense_layers and not model.shared_experts
+def biases_have_parts(config: FilledConfig) -> Iterator[Violation]:
+    """Parts that all layers lack, or that cannot have biases."""
+    model, kinds = config.model, models_of_kinds(config.model)
+    has_mlp = model.dense_layers or any(not kind.experts or kind.shared_experts for kind in kinds)
+    no_experts = not any(kind.experts for kind in kinds) and "model.experts=0"
+    no_layernorm = all(kind.norm != "layernorm" for kind in kinds)
     wrong = {
-        "mlp": routes_all and f"model.experts={model.experts} in every layer, and no MLP",
-        "experts": layers == {0} and "model.experts=0",
-        "router": not model.experts and "model.experts=0, where there is no router",
-        "norm": model.norm != "layernorm" and f"model.norm={model.norm!r}, which has no bias",
+        "mlp": not has_mlp and f"model.experts={model.experts} in every layer, and no other MLP",
+        "experts": no_experts,
+        "router": no_experts and f"{no_experts}, where there is no router",
+        "norm": no_layernorm and f"model.norm={model.norm!r}, which has no bias",
     }
     for part in model.biases:
         if reason := wrong.get(part):
