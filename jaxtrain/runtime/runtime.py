@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxtrain.config import ResolvedModel
-from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names
+from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names, stacked_kinds
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -161,8 +161,7 @@ class Runtime:
         columns: TickColumns | None = None,
         step: jax.Array | int = 0,
     ) -> LossesAndGradients:
-        """The losses of a batch and the gradients of `loss` and its weighted further
-        terms.
+        """The losses of a batch and the gradients of the loss with its weighted further terms.
 
         Args:
           params, batch: as for `losses`.
@@ -218,23 +217,20 @@ class Runtime:
         numbers: an array like the others, whose shards a device has with its tokens."""
         if not has_dropout(self.parts.cfg):
             return batch
-        shape, steps = batch["tokens"].shape, self.slotted.table.steps if self.slotted else 1
-        replicas_apart = replicas.count(self.mesh) if self.independent_replicas else 1
-        of_step = functools.partial(
-            token_noise,
-            self.seed,
-            shape=(shape[0] // steps, *shape[1:]),
-            replicas=replicas_apart,
-        )
-        return {**batch, "noise": jnp.concatenate([of_step(first_step + i) for i in range(steps)])}
+        steps = self.slotted.table.steps if self.slotted else 1
+        shape = (batch["tokens"].shape[0] // steps, *batch["tokens"].shape[1:])
+        separate = replicas.count(self.mesh) if self.independent_replicas else 1
+        of_steps = [token_noise(self.seed, first_step + i, shape, separate) for i in range(steps)]
+        return {**batch, "noise": jnp.concatenate(of_steps)}
 
     # ------------------------------------------------------------------ plans, without arrays
 
     @functools.cached_property
     def _units(self) -> UnitPlan:
+        layer = functools.partial(RuntimeLayer, self.parts, self.compute, self.fp8)
         return UnitPlan(
-            RuntimeLayer(self.parts, self.compute, self.fp8, kind_names(self.parts.cfg)[0]),
-            self.placement.sizes,
+            {kind: layer(kind) for kind in kind_names(self.parts.cfg)},
+            self.placement.kinds_of_units(stacked_kinds(self.parts.cfg)),
             self.slotted,
             self.remat,
             self.save,
@@ -243,7 +239,12 @@ class Runtime:
 
     @functools.cached_property
     def _parameters(self) -> ParameterPlan:
-        layers = dict.fromkeys(self.reductions["layers"], self.parts.specs["layer"])
+        # a unit has the forms of which some stage has a layer there
+        spec, forms = self.parts.specs["layer"], self.placement.forms_of_unit
+        layers = {
+            unit: {form: spec[form] for form in forms(int(unit))} if self.placement.forms else spec
+            for unit in self.reductions["layers"]
+        }
         return ParameterPlan(
             ModelTree(**self.parts.ends, layers=layers),
             ModelTree(**self.reductions),
@@ -364,13 +365,9 @@ class Runtime:
     @property
     def _further_weights(self) -> dict[str, float]:
         """The weights of the objective's terms beside the loss, those that there are."""
-        weights = {"mtp_loss": self.parts.cfg.mtp_weight, "z_loss": self.loss_rule.z_loss}
-        return {
-            name: weight
-            for name, weight in weights.items()
-            if name != "mtp_loss" or self.parts.cfg.mtp_depth
-            if weight
-        }
+        mtp = self.parts.cfg.mtp_weight if self.parts.cfg.mtp_depth else 0.0
+        weights = {"mtp_loss": mtp, "z_loss": self.loss_rule.z_loss}
+        return {name: weight for name, weight in weights.items() if weight}
 
     def _unweighted(self, further: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The terms as they are reported, from sums that are weighted as in the objective."""
@@ -437,7 +434,7 @@ class Runtime:
         )
         message = (*constants.batch["tokens"].shape[1:], cfg.width)
         extra = jax.eval_shape(lambda batch: positions_and_segments(batch, 0), constants.batch)
-        # All units have the same kinds of layers, so a layer is traced and cut once for all.
+        # A layer of each kind is traced and cut once for all units.
         ranges = self._units.ranges(message, extra)
         stack = lambda unit: LayerStack(
             ranges,
@@ -446,6 +443,7 @@ class Runtime:
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
             functools.partial(_extra_of_layer, cfg) if cfg.nope_layers or extra[2:] else None,
+            stacked_kinds(cfg),
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
         if self._ticks is None:

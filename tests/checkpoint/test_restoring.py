@@ -258,10 +258,10 @@ def state_of_forms(name: str) -> tuple[ParameterLayout, Optimizer, state_module.
         build(cfg.model), placement, small.mesh_of(cfg), zero, optimizer=cfg.optimizer
     )
     optimizer = Optimizer(cfg.optimizer, 10, layout.specs)
-    state = state_module.initial_state(layout, optimizer, 0)
-    moments = jax.device_put(state.params, layout.scattered)
-    with_moments = optax.tree_utils.tree_set(state.optimizer, mu=moments, nu=moments)
-    return layout, optimizer, dataclasses.replace(state, optimizer=with_moments)
+    numbers = state_module.initial_state(layout, optimizer, 0)
+    moments = jax.device_put(numbers.params, layout.scattered)
+    with_moments = optax.tree_utils.tree_set(numbers.optimizer, mu=moments, nu=moments)
+    return layout, optimizer, dataclasses.replace(numbers, optimizer=with_moments)
 
 
 def test_layers_of_several_forms_move_between_layouts(tmp_path):
@@ -273,19 +273,19 @@ def test_layers_of_several_forms_move_between_layouts(tmp_path):
     plain = small.to_plain(one, first.params)
     assert set(plain["layers"]) == {"wide", "window", "dense"}
     assert plain["layers"]["wide"]["mlp"]["up"].shape == (2, 2, 16, 32)
-    for name, (layout, optimizer, values) in states.items():
-        got = small.to_plain(layout, values.params)
+    for name, (layout, optimizer, numbers) in states.items():
+        got = small.to_plain(layout, numbers.params)
         jax.tree.map(np.testing.assert_array_equal, got, plain)
         again = small.from_plain(layout, plain)
-        assert_same(again, values.params)
+        assert_same(again, numbers.params)
         saver = Checkpointer(tmp_path / name, state_module.stored_shapes(layout, optimizer))
-        assert saver.save(1, values.stored, {})
+        assert saver.save(1, numbers.stored, {})
         saver.close()
-    for layout, optimizer, values in states.values():
+    for layout, optimizer, numbers in states.values():
         stored = state_module.stored_shapes(layout, optimizer)
         abstract = state_module.abstract_state(layout, optimizer)
         for name in FORM_LAYOUTS:
-            assert_same(restore(tmp_path / name, 1, abstract, stored), values)
+            assert_same(restore(tmp_path / name, 1, abstract, stored), numbers)
 
 
 def test_a_form_has_its_own_arrays_in_a_checkpoint():
