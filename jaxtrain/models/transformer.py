@@ -40,7 +40,7 @@ from jaxtrain.models.layers import (
 from jaxtrain.models.moe import MoE
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import CacheSlot, Parameter, Spec, binder, parameter, specs
-from jaxtrain.parallel.dropout import Place, dropout
+from jaxtrain.parallel.dropout import AFTER_ATTENTION, AFTER_MLP, dropout
 from jaxtrain.parallel.tensor import flat, lookup, scattered_products
 
 ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {
@@ -143,7 +143,7 @@ class Block(nnx.Module):
         attended_BTD = named(ATTENTION_OUT, attend(y_BTD))
         if self.attention_out_norm is not None:
             attended_BTD = self.attention_out_norm(attended_BTD)
-        x_BTD = x_BTD + dropout(attended_BTD, noise_BT, Place.ATTENTION_OUT, self.dropout)
+        x_BTD = x_BTD + dropout(attended_BTD, AFTER_ATTENTION, self.dropout, noise_BT)
         if self.mlp_norm is not None:
             y_BTD = named(MLP_NORM, self.mlp_norm(x_BTD))
         elif not self.is_parallel:
@@ -151,7 +151,7 @@ class Block(nnx.Module):
         y_BTD = named(MLP_OUT, mlp(y_BTD))
         if self.mlp_out_norm is not None:
             y_BTD = self.mlp_out_norm(y_BTD)
-        return x_BTD + dropout(y_BTD, noise_BT, Place.MLP_OUT, self.dropout)
+        return x_BTD + dropout(y_BTD, AFTER_MLP, self.dropout, noise_BT)
 
     def cached(self, x_BTD, positions_BT, cache, start):
         """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions

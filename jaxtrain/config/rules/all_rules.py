@@ -32,7 +32,6 @@ RULES: tuple[SettingsRule, ...] = (
     mesh_rules.blocks_divide,
     mesh_rules.context_axis_divides,
     mesh_rules.expert_axis_has_experts,
-    mesh_rules.ring_drops_nothing,
     mesh_rules.expert_axis_divides,
     mesh_rules.expert_nodes_divide,
     mesh_rules.model_axis_divides,
