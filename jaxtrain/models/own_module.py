@@ -143,8 +143,8 @@ class OwnModule(nnx.Module):
             folder[path[-1]] = parameter(spec)
         self.own = _as_modules(tree)
 
-    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
-        """[B, T, D] → [B, T, D]."""
+    def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
+        """[B, T, D] → [B, T, D]. noise_BT: of dropout, which is no part of the module"""
 
         def run(x_BTD, positions_BT, segments_BT, *values) -> jax.Array:
             return self._module(values)(x_BTD, positions_BT, segments_BT)

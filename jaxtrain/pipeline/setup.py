@@ -27,6 +27,7 @@ from jaxtrain.config import (
     ResolvedConfig,
     ends_with_layers,
 )
+from jaxtrain.config.groups.layer_kinds import forms_of_layers
 from jaxtrain.config.rules.rules import values_for
 from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of
@@ -204,9 +205,10 @@ class _Search:
     def setup(self) -> Setup:
         """The setup of the best table. Raises ConfigError for a schedule that does not fit."""
         pipeline, layers, stages = self.pipeline, self.model.layers, self.stages
+        forms = forms_of_layers(self.model)
         if stages == 1:
             table = by_name.make_table(TableSpec(ONE_CHUNK, 1, 1, pipeline.microbatches))
-            return Setup(Placement(layers), table, self.times, (1.0,))
+            return Setup(Placement(layers, forms=forms), table, self.times, (1.0,))
         try:
             memory = pipeline.memory or None
             if pipeline.schedule == "auto" and not memory:
@@ -247,7 +249,7 @@ class _Search:
         best = min(candidates, key=lambda candidate: candidate.weighted_cost)
         self.report("check", 1.0)
         check(best.table)
-        placement = Placement(layers, stages, stage_of=best.table.stage_of, sizes=best.sizes)
+        placement = Placement(layers, stages, 1, best.table.stage_of, best.sizes, forms)
         return Setup(placement, best.table, self.times, best.shares, self._several(best))
 
     def _several(self, best: _Candidate) -> Table | None:

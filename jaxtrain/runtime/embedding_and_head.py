@@ -32,9 +32,10 @@ from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.rotary import layer_positions
-from jaxtrain.models.transformer import ModelParts, add_position_gradient
+from jaxtrain.models.transformer import ModelParts, add_position_gradient, scaled
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
+from jaxtrain.parallel.dropout import Place, dropout, layer_noise
 from jaxtrain.parallel.tensor import add_lookup_gradient
 from jaxtrain.parallel.zero import (
     Zero,
@@ -77,11 +78,14 @@ def look_ahead(batch: Tree, depth: int) -> Tree:
     return {**batch, "mtp": modules} if depth else batch
 
 
-def positions_and_segments(batch: Tree, microbatch) -> tuple[jax.Array, jax.Array | None]:
+def positions_and_segments(batch: Tree, microbatch) -> tuple[jax.Array | None, ...]:
     """What every layer reads beside its input: positions [B or 1, T] and, where tokens attend
-    within their document, segments [B, T]."""
+    within their document, segments [B, T]. In training with dropout also the noise of the tokens
+    (parallel/dropout.py)."""
     positions = _positions(batch, microbatch)
-    return positions, take(batch["segments"], microbatch) if "segments" in batch else None
+    segments = take(batch["segments"], microbatch) if "segments" in batch else None
+    noise = (take(batch["noise"], microbatch),) if "noise" in batch else ()
+    return positions, segments, *noise
 
 
 def _positions(batch: Tree, microbatch) -> jax.Array:
@@ -263,7 +267,8 @@ class EmbeddingAndHead:
 
     def _add_lookup(self, table, lookup: _Lookup):
         """The table's sums with the gradient of `_lookup`."""
-        first_row, g, tokens = self._first_row(table), lookup.gradient, lookup.tokens
+        first_row, tokens = self._first_row(table), lookup.tokens
+        g = scaled(lookup.gradient, self.parts.cfg.embedding_scale)
         axes = self._table_axes if self.zero.reduces_in_ops else ()
         # the reverse of the all-to-all in `_lookup`: a device has the sums of its columns
         if axes:
@@ -282,10 +287,10 @@ class EmbeddingAndHead:
         return x
 
     def _dense_layer(self, i: str, extra, params: Tree, x: jax.Array) -> jax.Array:
-        positions, segments = extra
+        positions, *others = layer_noise(extra, int(i))
         positions = layer_positions(self.parts.cfg, int(i), positions)
         kind = kinds_of_layers(self.parts.cfg)[int(i)]
-        return self.parts.dense_blocks[kind](params)(x, positions, segments)
+        return self.parts.dense_blocks[kind](params)(x, positions, *others)
 
     @property
     def _dense_layers(self) -> Iterable[str]:
@@ -303,7 +308,14 @@ class EmbeddingAndHead:
         if "positions" in params:
             reduction = self.reductions.embed["positions"]
             params["positions"] = _gathered(self.zero, params["positions"], reduction)
-        return self.parts.embedder(params).add_positions(self._sum(x), positions)
+        x = self.parts.embedder(params).add_positions(self._sum(x), positions)
+        return self._dropped(constants, microbatch, x)
+
+    def _dropped(self, constants: Constants, microbatch, x: jax.Array) -> jax.Array:
+        """The embeddings, or their gradient, after dropout."""
+        noise = constants.batch.get("noise")
+        noise = None if noise is None else take(noise, microbatch)
+        return dropout(x, noise, Place.EMBEDDING, self.parts.cfg.dropout_embedding)
 
     def embed_gradient(
         self, sums: ModelTree, constants: Constants, microbatch, g: jax.Array
@@ -329,6 +341,7 @@ class EmbeddingAndHead:
                     dense[previous], added = _in_turn(self.zero, dense[previous], added)
                 dense[i] = _added(self.zero, dense[i], added, self.reductions.first[i])
                 previous = i
+        g = self._dropped(constants, microbatch, g)
         lookup = _Lookup(tokens, self._broadcast(g, self.first_stage))
         embed["table"] = self._add_lookup(embed["table"], lookup)
         if "positions" in embed:
@@ -447,11 +460,12 @@ class EmbeddingAndHead:
         module before. So that norm has two gradients: by the logits, and by the next module.
         """
         head, extra = self._output_head(params), positions_and_segments(constants.batch, microbatch)
-        follow = lambda module, norm, y, embedded: self.parts.predictor(module)(
-            self.parts.norm(norm)(y), embedded, *extra
+        follow = lambda number, module, norm, y, embedded: self.parts.predictor(module)(
+            self.parts.norm(norm)(y), embedded, *layer_noise(extra, number)
         )
         all_reductions, embed = self.reductions.predictors, constants.params.embed
         loss, stream, norm = state.mtp_loss, y, params.head["norm"]
+        layers = self.parts.cfg.dense_layers + self.parts.cfg.layers
         # Forward through the modules, each followed at once by its loss and the gradients of that:
         # logits of one module exist at a time.
         modules: list[_Module] = []
@@ -460,7 +474,8 @@ class EmbeddingAndHead:
             norm_before, norm = norm, module.pop("norm")
             batch = {name: take(a, microbatch) for name, a in constants.batch["mtp"][d].items()}
             embedded = self._lookup(embed, batch["tokens"])
-            stream, vjp = fp8.vjp(follow, module, norm_before, stream, embedded)
+            of_module = functools.partial(follow, layers + int(d))
+            stream, vjp = fp8.vjp(of_module, module, norm_before, stream, embedded)
             # The output matrix is the head's, with the sums of all modules; the norm is the
             # module's own, whose gradient is in `added` alone.
             opened = head_sums.with_norm(jax.tree.map(jnp.zeros_like, norm))

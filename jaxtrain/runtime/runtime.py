@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxtrain.config import ResolvedModel
-from jaxtrain.config.groups.layer_kinds import kind_names
+from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names, stacked_kinds
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -35,6 +35,7 @@ from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, replicas
 from jaxtrain.parallel.attention import context
+from jaxtrain.parallel.dropout import layer_noise, token_noise
 from jaxtrain.parallel.fp8 import Fp8
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead, positions_and_segments
@@ -116,6 +117,7 @@ class Runtime:
     offload_activations: what the forward saves for the backward lies in the host's memory
     fp8: the use of FP8 in products with the matrices of layers; None: they are of `compute`
     collective_matmul: as `parallel.collective_matmul`
+    seed: of dropout
     """
 
     parts: ModelParts
@@ -134,6 +136,7 @@ class Runtime:
     offload_activations: bool = False
     fp8: Fp8 | None = None
     collective_matmul: str = "auto"
+    seed: int = 0
 
     def losses(self, params: dict, batch: dict) -> Losses:
         """The losses of a batch, without a backward; the table is one of `make_forward_table`.
@@ -149,7 +152,11 @@ class Runtime:
         return self._in_manual_region(self._losses, params, batch, columns, out_specs)
 
     def losses_and_gradients(
-        self, params: dict, batch: dict, columns: TickColumns | None = None
+        self,
+        params: dict,
+        batch: dict,
+        columns: TickColumns | None = None,
+        step: jax.Array | int = 0,
     ) -> LossesAndGradients:
         """The losses of a batch and the gradients of `loss` and the weighted `mtp_loss`.
 
@@ -157,16 +164,22 @@ class Runtime:
           params, batch: as for `losses`.
           columns: int32 [ticks, stages], instead of the table's columns (benchmarks/pipeline.py);
             None: the table's.
+          step: the number of steps before this one, on which dropout depends.
         """
         losses = Losses(P(), P(), P() if self.parts.cfg.mtp_depth else None)
         # before sequences are split over `context`: the next token may be on another device
-        batch = look_ahead(batch, self.parts.cfg.mtp_depth)
+        batch = self._with_noise(look_ahead(batch, self.parts.cfg.mtp_depth), step)
         columns = self._columns(batch) if columns is None else columns
         out_specs = LossesAndGradients(losses, self._parameters.stored_specs().present())
         return self._in_manual_region(self._losses_and_gradients, params, batch, columns, out_specs)
 
     def several_steps(
-        self, params: dict, stored: ValuesAndOptimizer, batch: dict, rules: UpdateRules
+        self,
+        params: dict,
+        stored: ValuesAndOptimizer,
+        batch: dict,
+        rules: UpdateRules,
+        step: jax.Array | int = 0,
     ) -> StepsResults:
         """The results of a table of several steps, with their updates.
 
@@ -175,8 +188,9 @@ class Runtime:
           stored: values and state of the optimizer, whose arrays are laid out as
             `Reduction.storage`.
           batch: as for `losses`, of all steps: [steps · microbatches, sequences, T].
+          step: the number of steps before the first one.
         """
-        batch = look_ahead(batch, self.parts.cfg.mtp_depth)
+        batch = self._with_noise(look_ahead(batch, self.parts.cfg.mtp_depth), step)
         specs = values_specs(stored, self._parameters.stored_specs().present())
         mtp_loss = P() if self.parts.cfg.mtp_depth else None
         out_specs = StepsResults(P(), Losses(P(), P(), mtp_loss), P(), P(), specs)
@@ -190,18 +204,34 @@ class Runtime:
         documents: a batch has segments and positions, so tokens attend within their document
         """
         message = (sequences, tokens, self.parts.cfg.width)
-        extra = examples(sequences, tokens, documents)
+        extra = examples(self.parts.cfg, sequences, tokens, documents)
         make = functools.partial(self._units.ranges, message, extra)
         ranges = in_manual_region(make, self.mesh, self.collective_matmul, self.mesh)
         return self._units.slot_bytes(ranges, self.mesh.shape[MODEL])
+
+    def _with_noise(self, batch: dict, first_step: jax.Array | int) -> dict:
+        """The batch of one or several steps with the noise of its tokens, if training drops
+        numbers: an array like the others, whose shards a device has with its tokens."""
+        if not has_dropout(self.parts.cfg):
+            return batch
+        shape, steps = batch["tokens"].shape, self.slotted.table.steps if self.slotted else 1
+        replicas_apart = replicas.count(self.mesh) if self.independent_replicas else 1
+        of_step = functools.partial(
+            token_noise,
+            self.seed,
+            shape=(shape[0] // steps, *shape[1:]),
+            replicas=replicas_apart,
+        )
+        return {**batch, "noise": jnp.concatenate([of_step(first_step + i) for i in range(steps)])}
 
     # ------------------------------------------------------------------ plans, without arrays
 
     @functools.cached_property
     def _units(self) -> UnitPlan:
+        layer = functools.partial(RuntimeLayer, self.parts, self.compute, self.fp8)
         return UnitPlan(
-            RuntimeLayer(self.parts, self.compute, self.fp8, kind_names(self.parts.cfg)[0]),
-            self.placement.sizes,
+            {kind: layer(kind) for kind in kind_names(self.parts.cfg)},
+            self.placement.kinds_of_units(stacked_kinds(self.parts.cfg)),
             self.slotted,
             self.remat,
             self.save,
@@ -210,7 +240,12 @@ class Runtime:
 
     @functools.cached_property
     def _parameters(self) -> ParameterPlan:
-        layers = dict.fromkeys(self.reductions["layers"], self.parts.specs["layer"])
+        # a unit has the forms of which some stage has a layer there
+        spec, forms = self.parts.specs["layer"], self.placement.forms_of_unit
+        layers = {
+            unit: {form: spec[form] for form in forms(int(unit))} if self.placement.forms else spec
+            for unit in self.reductions["layers"]
+        }
         return ParameterPlan(
             ModelTree(**self.parts.ends, layers=layers),
             ModelTree(**self.reductions),
@@ -391,7 +426,7 @@ class Runtime:
         )
         message = (*constants.batch["tokens"].shape[1:], cfg.width)
         extra = jax.eval_shape(lambda batch: positions_and_segments(batch, 0), constants.batch)
-        # All units have the same kinds of layers, so a layer is traced and cut once for all.
+        # A layer of each kind is traced and cut once for all units.
         ranges = self._units.ranges(message, extra)
         stack = lambda unit: LayerStack(
             ranges,
@@ -399,7 +434,8 @@ class Runtime:
             unit,
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
-            functools.partial(_extra_of_layer, cfg) if cfg.nope_layers else None,
+            functools.partial(_extra_of_layer, cfg) if cfg.nope_layers or extra[2:] else None,
+            stacked_kinds(cfg),
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
         if self._ticks is None:
@@ -422,11 +458,11 @@ def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
 
 
 def _extra_of_layer(cfg: ResolvedModel, extra, layer):
-    """A layer's positions and segments; `layer` counts from the first after the dense ones."""
+    """What a layer reads beside its input; `layer` counts from the first after the dense ones."""
     # Some layers have no rotary positions (`nope_layers`), and a unit's layers are one loop: the
     # layer's number decides inside of it.
-    positions, segments = extra
-    return layer_positions(cfg, cfg.dense_layers + layer, positions), segments
+    positions, *others = layer_noise(extra, cfg.dense_layers + layer)
+    return layer_positions(cfg, cfg.dense_layers + layer, positions), *others
 
 
 def _scaled_to(

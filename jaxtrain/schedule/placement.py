@@ -17,6 +17,7 @@ No JAX here.
 import dataclasses
 import functools
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -209,6 +210,12 @@ class Placement:
     def layer_count(self, local_unit: int, stage: int) -> int:
         """The number of layers in a stage's unit; 0 without such a unit."""
         return len(self.layers_of(local_unit, stage))
+
+    def kinds_of_units(self, kinds: Sequence[str]) -> list[tuple[str, ...]]:
+        """The kinds of the layers of each unit. kinds: of each layer"""
+        ends = itertools.accumulate(self.sizes)
+        units = zip(ends, self.sizes, strict=True)
+        return [tuple(kinds[end - size : end]) for end, size in units]
 
     def counts(self, local_unit: int) -> list[int]:
         """The layers of the unit on each stage that has it; 0 is possible."""

@@ -97,7 +97,7 @@ class StepsTogether:
             self._part(state.optimizer, "layers"),
             self._part(state.optimizer, *self._ends),
         )
-        results = self.runtime.several_steps(state.params, stored, batch, self._rules)
+        results = self.runtime.several_steps(state.params, stored, batch, self._rules, state.step)
         after = dataclasses.replace(
             state,
             params=layout.as_held(results.updated.values),

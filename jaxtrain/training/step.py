@@ -255,6 +255,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
         compute=jnp.dtype(precision.compute),
         fp8=fp8_of(precision, layout.independent_replicas),
         collective_matmul=parallel.collective_matmul,
+        seed=config.train.seed,
     )
     # remat, saved values and offload are about the backward, which evaluation has not.
     runtime = runtime_of(

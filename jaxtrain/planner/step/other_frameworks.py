@@ -209,7 +209,7 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
     # layer, and tokens as experts have received them.
     number = (settings.format.number if settings.fp8 else step.item) * (remat == "none")
-    arrays = (remat != "full") * (1 + (model.activation == "swiglu"))
+    arrays = (remat != "full") * (1 + model.is_gated)
     width = (1 if remat == "full" else 2) * step.item + 2 * number
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * (remat != "full")
@@ -239,7 +239,7 @@ def working_of_others(step: StepModel) -> float:
     gathered and the gradients that wait to be scattered, or those of the head if they are more."""
     model, layout, settings = step.model, step.layout, step.settings
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim
-    hidden = model.layer().hidden * (1 + (model.activation == "swiglu"))
+    hidden = model.layer().hidden * (1 + model.is_gated)
     arrays = step.item * 4 * step.tokens * max(hidden, attention) / layout.model
     if layout.zero < 3 or step.shards == 1:
         return arrays + step.item * step.layer_parameters()
