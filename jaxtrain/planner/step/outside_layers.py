@@ -50,9 +50,11 @@ class EndsTime(StepPart):
         if not modules:
             return logits + sharded(table, 1, 1)
         # A prediction module joins two streams of the width and has a layer.
-        held, product = self.layer_parameters() + 2 * width**2, self.work.product
+        last, product = self.model.stack[-1], self.work.product
+        held = self.of_kind(last).layer_parameters() + 2 * width**2
         joining = sum(product(self.tokens / self.layout.model, width, 2 * width))
         # They save what they have in the device's memory: nothing of them is copied to the host's.
+        layer = layer.of_kind(last)
         on_device = layer.on(dataclasses.replace(layer.layout, offload="none", save=()))
         ops = [op for name, op in on_device.ops(False).items() if name != "R"]
         module = sum(ops, TimeBreakdown({MATMULS: joining}))
