@@ -23,6 +23,8 @@ class Spec:
     axes:     a logical axis name for each dimension (sharding.RULES)
     std:      standard deviation of its normal initial values; None with `constant`
     constant: initial value where it is not random
+    init:     the module's own initial values, float32 of `shape` by a key, uint32 [2]: those of one
+        module have one key. In the place of `std` and `constant`
     padded:   shape as held in memory; that of `shape` if not given
     exact:    a matrix that is used in float32, whatever the compute type
     product:  a matrix whose products may be of FP8 (parallel/fp8.py)
@@ -38,6 +40,7 @@ class Spec:
     axes: tuple[str, ...]
     std: float | None = None
     constant: float = 0.0
+    init: Callable[[jax.Array], jax.Array] | None = dataclasses.field(default=None, compare=False)
     padded: tuple[int, ...] = ()
     exact: bool = False
     product: bool = False

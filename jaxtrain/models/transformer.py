@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ from jaxtrain.models.layers import (
     named,
 )
 from jaxtrain.models.moe import MoE
+from jaxtrain.models.own_module import OwnModule
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import CacheSlot, Parameter, Spec, binder, parameter, specs
 from jaxtrain.parallel.dropout import AFTER_ATTENTION, AFTER_MLP, dropout
@@ -123,7 +125,9 @@ class Block(nnx.Module):
         self.attention_out_norm = Norm(cfg) if after else None
         self.mlp_out_norm = Norm(cfg) if after else None
         self.dropout = cfg.dropout_residual
-        self.attention = ATTENTION[cfg.attention](cfg, residual_std, context)
+        self.attention = (
+            OwnModule(cfg) if cfg.mixer else ATTENTION[cfg.attention](cfg, residual_std, context)
+        )
         self.mlp = (
             MoE(cfg, residual_std, batch_size, expert_nodes)
             if has_experts
@@ -167,6 +171,11 @@ class Block(nnx.Module):
         return self._residual_sum(x_BTD, attend, mlp), cache
 
 
+def block_of(cfg: ResolvedModel, *args: Any, **settings: Any) -> Block | OwnModule:
+    """A block of one's own, or ours. Arguments as of `Block`."""
+    return OwnModule(cfg) if cfg.block else Block(cfg, *args, **settings)
+
+
 class Predictor(nnx.Module):
     """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2). Module k
     predicts one token more ahead than module k − 1.
@@ -185,7 +194,7 @@ class Predictor(nnx.Module):
     ):
         self.hidden_norm, self.token_norm = Norm(cfg), Norm(cfg)
         self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, bias=False)
-        self.block = Block(cfg, context, batch_size, expert_nodes)
+        self.block = block_of(cfg, context, batch_size, expert_nodes)
 
     def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """Returns the module's residual stream [B, T, D].
@@ -268,8 +277,8 @@ class ModelParts:
     cfg: ResolvedModel
     specs: dict[str, dict]
     embedder: Callable[[dict], Embedder]
-    dense_blocks: dict[str, Callable[[dict], Block]]
-    blocks: dict[str, Callable[[dict], Block]]
+    dense_blocks: dict[str, Callable[[dict], Block | OwnModule]]
+    blocks: dict[str, Callable[[dict], Block | OwnModule]]
     head: Callable[[dict], Head]
     norm: Callable[[dict], Norm]
     predictor: Callable[[dict], Predictor]
@@ -331,11 +340,11 @@ def build(
     embedder, head, norm = Embedder(cfg, padded, vocab), Head(cfg, padded, vocab), Norm(cfg)
     kinds = kinds_of_layers(cfg)
     blocks = {
-        kind: Block(of_kind(cfg, kind), context, batch_size, expert_nodes)
+        kind: block_of(of_kind(cfg, kind), context, batch_size, expert_nodes)
         for kind in dict.fromkeys(kinds[cfg.dense_layers :])
     }
     dense_blocks = {
-        kind: Block(of_kind(cfg, kind), context, dense=True)
+        kind: block_of(of_kind(cfg, kind), context, dense=True)
         for kind in dict.fromkeys(kinds[: cfg.dense_layers])
     }
     forms = {form: specs(blocks[kind]) for kind, form in reversed(forms_of_kinds(cfg).items())}
