@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxtrain.config import ResolvedModel
-from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names
+from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names, stacked_kinds
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -228,9 +228,10 @@ class Runtime:
 
     @functools.cached_property
     def _units(self) -> UnitPlan:
+        layer = functools.partial(RuntimeLayer, self.parts, self.compute, self.fp8)
         return UnitPlan(
-            RuntimeLayer(self.parts, self.compute, self.fp8, kind_names(self.parts.cfg)[0]),
-            self.placement.sizes,
+            {kind: layer(kind) for kind in kind_names(self.parts.cfg)},
+            self.placement.kinds_of_units(stacked_kinds(self.parts.cfg)),
             self.slotted,
             self.remat,
             self.save,
@@ -239,7 +240,12 @@ class Runtime:
 
     @functools.cached_property
     def _parameters(self) -> ParameterPlan:
-        layers = dict.fromkeys(self.reductions["layers"], self.parts.specs["layer"])
+        # a unit has the forms of which some stage has a layer there
+        spec, forms = self.parts.specs["layer"], self.placement.forms_of_unit
+        layers = {
+            unit: {form: spec[form] for form in forms(int(unit))} if self.placement.forms else spec
+            for unit in self.reductions["layers"]
+        }
         return ParameterPlan(
             ModelTree(**self.parts.ends, layers=layers),
             ModelTree(**self.reductions),
@@ -420,7 +426,7 @@ class Runtime:
         )
         message = (*constants.batch["tokens"].shape[1:], cfg.width)
         extra = jax.eval_shape(lambda batch: positions_and_segments(batch, 0), constants.batch)
-        # All units have the same kinds of layers, so a layer is traced and cut once for all.
+        # A layer of each kind is traced and cut once for all units.
         ranges = self._units.ranges(message, extra)
         stack = lambda unit: LayerStack(
             ranges,
@@ -429,6 +435,7 @@ class Runtime:
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
             functools.partial(_extra_of_layer, cfg) if cfg.nope_layers or extra[2:] else None,
+            stacked_kinds(cfg),
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
         if self._ticks is None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxtrain.config import PrecisionConfig, ResolvedModel
-from jaxtrain.config.groups.layer_kinds import has_dropout, kinds_of_layers
+from jaxtrain.config.groups.layer_kinds import forms_of_kinds, has_dropout, kinds_of_layers
 from jaxtrain.config.saved_values import LAYER_INPUT, LayerBytes, names_of, names_on_host
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.devices.mesh import AXES, MODEL, AbsentDevice, manual_axes, traced_for
@@ -59,6 +59,10 @@ class RuntimeLayer:
             return self.parts.layer_specs(self.kind)
         kinds = kinds_of_layers(self.parts.cfg)
         return self.parts.specs["first"][str(kinds.index(self.kind))]
+
+    @property
+    def form(self) -> str:
+        return forms_of_kinds(self.parts.cfg)[self.kind]
 
     def __call__(self, params, x: jax.Array, extra) -> jax.Array:
         """x [B, T, D] → the same shape and dtype. extra: (positions, segments or None, noise if
