@@ -26,12 +26,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jaxtrain.config import ResolvedModel
 from jaxtrain.config.groups.layer_kinds import kind_names
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
-from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, replicas
 from jaxtrain.parallel.attention import context
@@ -399,7 +397,6 @@ class Runtime:
             unit,
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
-            functools.partial(_extra_of_layer, cfg) if cfg.nope_layers else None,
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
         if self._ticks is None:
@@ -419,14 +416,6 @@ def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
     # does for all W, and a tick has no second loop.
     columns = dataclasses.replace(ticks.columns, last_weights=last_weights(slotted.table))
     return dataclasses.replace(ticks, columns=columns)
-
-
-def _extra_of_layer(cfg: ResolvedModel, extra, layer):
-    """A layer's positions and segments; `layer` counts from the first after the dense ones."""
-    # Some layers have no rotary positions (`nope_layers`), and a unit's layers are one loop: the
-    # layer's number decides inside of it.
-    positions, segments = extra
-    return layer_positions(cfg, cfg.dense_layers + layer, positions), segments
 
 
 def _scaled_to(

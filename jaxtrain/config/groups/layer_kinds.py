@@ -122,6 +122,37 @@ def forms_of_layers(model: ModelConfig) -> tuple[str, ...]:
     return tuple(forms[kind] for kind in stacked_kinds(model)) if any(forms.values()) else ()
 
 
+class Periods(NamedTuple):
+    """Kinds of layers that repeat from the first one on: `period` so many times, and then `rest`,
+    which is less than two periods where there is one at all."""
+
+    period: tuple[str, ...]
+    repetitions: int
+    rest: tuple[str, ...]
+
+
+@functools.lru_cache(2**10)
+def periods_of(kinds: tuple[str, ...]) -> Periods:
+    """The shortest period that kinds have at least twice; all are `rest` where there is none.
+
+    >>> periods_of(("window", "full", "window", "full", "window"))
+    Periods(period=('window', 'full'), repetitions=2, rest=('window',))
+    >>> periods_of(("window", "window", "full"))
+    Periods(period=(), repetitions=0, rest=('window', 'window', 'full'))
+    """
+    period = pattern_of(kinds)
+    number = len(kinds) // max(1, len(period))
+    if number < 2:
+        return Periods((), 0, kinds)
+    return Periods(period, number, kinds[len(period) * number :])
+
+
+def pattern_of(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest pattern that gives layers these kinds."""
+    is_pattern = lambda size: all(kind == kinds[i % size] for i, kind in enumerate(kinds))
+    return kinds[: next(filter(is_pattern, range(1, len(kinds))), len(kinds))]
+
+
 class KindEntry(NamedTuple):
     """An item of `model.kinds`, KIND.SETTING=TEXT, or KIND.block_settings.ARGUMENT=TEXT."""
 

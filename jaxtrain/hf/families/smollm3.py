@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxtrain.config import ResolvedModel
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers, pattern_of
 from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, Settings, TableEntry, Window
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 from jaxtrain.hf.fields import Fields
@@ -11,16 +12,17 @@ LONGEST = 32768
 
 
 @dataclasses.dataclass(frozen=True)
-class NopeLayers(TableEntry):
-    """The layers without rotary positions: those whose number in no_rope_layers is 0, or every
-    no_rope_layer_interval-th one where there is no list."""
+class Pattern(TableEntry):
+    """The layers without rotary positions, by model.pattern: those whose number in no_rope_layers
+    is 0, or every no_rope_layer_interval-th one where there is no list."""
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         layers = settings["layers"]
         rotates = fields.value("no_rope_layers", None)
         if rotates is None:
             interval = fields.integer("no_rope_layer_interval", 4)
-            return {"nope_layers": tuple(range(interval - 1, layers, interval))}
+            rotates = [int((layer + 1) % interval > 0) for layer in range(layers)]
+            return {"pattern": self._pattern(rotates)}
         fields.pass_over("no_rope_layer_interval")
         if not isinstance(rotates, list) or not all(n in (0, 1) for n in rotates):
             raise fields.refuse("no_rope_layers", "is no list of 0 and 1")
@@ -28,12 +30,18 @@ class NopeLayers(TableEntry):
             raise fields.refuse(
                 "no_rope_layers", f"has less than the {layers} of num_hidden_layers"
             )
-        return {"nope_layers": tuple(n for n in range(layers) if not rotates[n])}
+        return {"pattern": self._pattern(rotates[:layers])}
 
     def write(self, model: ResolvedModel, length: int) -> Settings:
-        return {"no_rope_layers": [int(n not in model.nope_layers) for n in range(model.layers)]}
+        return {"no_rope_layers": [int(kind != "nope") for kind in kinds_of_layers(model)]}
 
-    sources = {"nope_layers": "no_rope_layers"}
+    sources = {"pattern": "no_rope_layers"}
+
+    @staticmethod
+    def _pattern(rotates: list[int]) -> tuple[str, ...]:
+        """() where all layers are of one kind, with rotary positions."""
+        kinds = tuple("full" if each else "nope" for each in rotates)
+        return pattern_of(kinds) if "nope" in kinds else ()
 
 
 FAMILY = Family(
@@ -48,7 +56,7 @@ FAMILY = Family(
         Biases("attention_bias", ("qkv", "out"), False),
         Biases("mlp_bias", ("mlp",), False),
         RotaryPositions(LONGEST, base=2e6),
-        NopeLayers(),
+        Pattern(),
         Window(LONGEST, switched=True, typed=True),
     ),
     rules=decoder_rules,
