@@ -12,6 +12,7 @@ the result. Kinds whose layers have equal parameters are of one form, and lie in
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel
@@ -147,10 +148,22 @@ def periods_of(kinds: tuple[str, ...]) -> Periods:
     return Periods(period, number, kinds[len(period) * number :])
 
 
-def pattern_of(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest pattern that gives layers these kinds."""
+def pattern_of(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that gives layers these kinds.
+
+    >>> pattern_of(["window", "full", "window"])
+    ('window', 'full')
+    """
     is_pattern = lambda size: all(kind == kinds[i % size] for i, kind in enumerate(kinds))
-    return kinds[: next(filter(is_pattern, range(1, len(kinds))), len(kinds))]
+    return tuple(kinds[: next(filter(is_pattern, range(1, len(kinds))), len(kinds))])
+
+
+def has_dropout(model: ModelConfig) -> bool:
+    """True if training drops numbers of the embeddings, or in layers of any kind."""
+    kinds = (of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model)))
+    return model.dropout_embedding > 0 or any(
+        kind.dropout_residual + kind.dropout_attention for kind in kinds
+    )
 
 
 class KindEntry(NamedTuple):

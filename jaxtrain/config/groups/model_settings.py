@@ -331,6 +331,11 @@ class ModelConfig:
         2048, "tokens per device whose logits are in memory at the same time", Range(at_least=1)
     )
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether an MLP has a matrix for its gate, three in all."""
+        return self.activation != "gelu"
+
     def __post_init__(self) -> None:
         # from Python a dict is more convenient: {"window.rotary_base": 10000}
         for name in ("kinds", "block_settings"):

@@ -270,6 +270,18 @@ def context_axis_divides(
         )
 
 
+def ring_drops_nothing(
+    model: ResolvedModel, mesh: MeshConfig, parallel: ParallelConfig
+) -> Iterator[Violation]:
+    rates = [each.dropout_attention for each in models_of_kinds(model)]
+    if mesh.context > 1 and parallel.context == "ring" and any(rates):
+        yield Violation(
+            "parallel.context",
+            f"drops no weights, and model.dropout_attention={max(rates)}",
+            [{"parallel.context": "all_gather"}, {"model.dropout_attention": 0.0}],
+        )
+
+
 def expert_axis_has_experts(mesh: MeshConfig, config: FilledConfig) -> Iterator[Violation]:
     if mesh.expert > 1 and not any(each.experts for each in models_of_kinds(config.model)):
         yield Violation(

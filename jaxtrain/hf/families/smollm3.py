@@ -3,16 +3,23 @@
 import dataclasses
 
 from jaxtrain.config import ResolvedModel
-from jaxtrain.config.groups.layer_kinds import kinds_of_layers, pattern_of
-from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, Settings, TableEntry, Window
+from jaxtrain.hf.entries import (
+    Biases,
+    FullAttention,
+    Integer,
+    RotaryPositions,
+    Settings,
+    TableEntry,
+)
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 from jaxtrain.hf.fields import Fields
+from jaxtrain.hf.layer_types import models_of_layers, settings_of
 
 LONGEST = 32768
 
 
 @dataclasses.dataclass(frozen=True)
-class Pattern(TableEntry):
+class NopeLayers(TableEntry):
     """The layers without rotary positions, by model.pattern: those whose number in no_rope_layers
     is 0, or every no_rope_layer_interval-th one where there is no list."""
 
@@ -21,8 +28,7 @@ class Pattern(TableEntry):
         rotates = fields.value("no_rope_layers", None)
         if rotates is None:
             interval = fields.integer("no_rope_layer_interval", 4)
-            rotates = [int((layer + 1) % interval > 0) for layer in range(layers)]
-            return {"pattern": self._pattern(rotates)}
+            rotates = [int(number % interval != 0) for number in range(1, layers + 1)]
         fields.pass_over("no_rope_layer_interval")
         if not isinstance(rotates, list) or not all(n in (0, 1) for n in rotates):
             raise fields.refuse("no_rope_layers", "is no list of 0 and 1")
@@ -30,21 +36,16 @@ class Pattern(TableEntry):
             raise fields.refuse(
                 "no_rope_layers", f"has less than the {layers} of num_hidden_layers"
             )
-        return {"pattern": self._pattern(rotates[:layers])}
+        return settings_of(["full" if rotates[n] else "nope" for n in range(layers)], 0)
 
     def write(self, model: ResolvedModel, length: int) -> Settings:
-        return {"no_rope_layers": [int(kind != "nope") for kind in kinds_of_layers(model)]}
+        layers = models_of_layers(model)
+        return {"no_rope_layers": [int(layer.positions == "rotary") for layer in layers]}
 
     sources = {"pattern": "no_rope_layers"}
 
-    @staticmethod
-    def _pattern(rotates: list[int]) -> tuple[str, ...]:
-        """() where all layers are of one kind, with rotary positions."""
-        kinds = tuple("full" if each else "nope" for each in rotates)
-        return pattern_of(kinds) if "nope" in kinds else ()
 
-
-FAMILY = Family(
+SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     models="SmolLM3 3B",
@@ -56,8 +57,8 @@ FAMILY = Family(
         Biases("attention_bias", ("qkv", "out"), False),
         Biases("mlp_bias", ("mlp",), False),
         RotaryPositions(LONGEST, base=2e6),
-        Pattern(),
-        Window(LONGEST, switched=True, typed=True),
+        NopeLayers(),
+        FullAttention(LONGEST),
     ),
     rules=decoder_rules,
 )

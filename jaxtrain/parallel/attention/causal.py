@@ -11,6 +11,7 @@ R the query heads of a key/value head × tokens.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jaxtrain.devices.sharding import constrain, shards
 from jaxtrain.parallel.attention import blockwise, context, cudnn, flash, kv_cache, ring, splash
 from jaxtrain.parallel.attention.flash import Kernel
 from jaxtrain.parallel.attention.heads import by_heads
+from jaxtrain.parallel.dropout import dropped, head_noise, keep
 from jaxtrain.parallel.target_device import target_device
 
 HEADS = ("batch", "token", "heads", None)
@@ -37,7 +39,28 @@ KV_HEADS = ("batch", "token", "kv_heads", None)
 SCOPE = "attention"
 
 
-def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
+class WeightDropout(NamedTuple):
+    """The dropout of attention's weights (parallel/dropout.py).
+
+    noise_BTN: uint32, of each query and head; None: nothing is dropped
+    rate:      model.dropout_attention
+    """
+
+    noise_BTN: jax.Array | None = None
+    rate: float = 0.0
+
+
+NO_DROPOUT = WeightDropout()
+
+
+def attend(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    mask=None,
+    mask_is_causal: bool = False,
+    dropout: WeightDropout = NO_DROPOUT,
+) -> jax.Array:
     """Scaled dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a
     head for several query heads, and values another size than keys.
 
@@ -45,7 +68,8 @@ def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> j
     mask_is_causal: no query of the mask sees a later key (T = S), so most of the scores above the
         diagonal are not computed; the result is the same
     """
-    return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, mask_is_causal), HEADS)
+    out = grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, mask_is_causal, dropout)
+    return constrain(out, HEADS)
 
 
 def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
@@ -76,31 +100,46 @@ def causal_blocks(tokens: int) -> int:
     return next(n for n in (4, 2, 1) if n == 1 or (tokens % n == 0 and tokens // n >= 128))
 
 
-def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
+def grouped_attention(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    mask=None,
+    mask_is_causal: bool = False,
+    dropout: WeightDropout = NO_DROPOUT,
+) -> jax.Array:
     """`attend` without the result's sharding."""
     # `jax.nn.dot_product_attention` would have the heads of a group as a fifth dimension, and
     # transposes for it: 5 % of a training step on CPU (benchmarks/README.md).
     t, s = q_BTNH.shape[1], k_BSKH.shape[1]
     if mask is not None and not mask_is_causal:
-        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask)
+        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout)
     mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if mask is None else mask
     n = causal_blocks(t)
     blocks = [(i * t // n, (i + 1) * t // n) for i in range(n)]
+    noise, rate = dropout
     out = [
-        _block_attention(q_BTNH[:, a:b], k_BSKH[:, :b], v_BSKH[:, :b], mask[:, :, a:b, :b])
+        _block_attention(
+            q_BTNH[:, a:b],
+            k_BSKH[:, :b],
+            v_BSKH[:, :b],
+            mask[:, :, a:b, :b],
+            WeightDropout(None if noise is None else noise[:, a:b], rate),
+        )
         for a, b in blocks
     ]
     return jnp.concatenate(out, 1) if n > 1 else out[0]
 
 
-def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
+def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout: WeightDropout) -> jax.Array:
     """Attention of one block of queries, with a softmax in float32."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
     # The query heads that share keys are rows of one matmul, which reads the keys once.
-    q_BKRH = (
-        q_BTNH.reshape(b, t, k, n // k, h).transpose(0, 2, 3, 1, 4).reshape(b, k, n // k * t, h)
+    by_keys = lambda a, *sizes: jnp.moveaxis(a.reshape(b, t, k, n // k, *sizes), 1, 3).reshape(
+        b, k, n // k * t, *sizes
     )
+    q_BKRH = by_keys(q_BTNH, h)
     scores = (
         jnp.einsum("bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32) * h**-0.5
     )
@@ -109,8 +148,12 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     )
     # The softmax does not change with what is subtracted, so the maximum has no gradient.
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    weighted = weights
+    if dropout.noise_BTN is not None:
+        kept = keep(by_keys(dropout.noise_BTN)[..., None], jnp.arange(s), dropout.rate)
+        weighted = dropped(weights, kept, dropout.rate)
     out_BKRH = jnp.einsum(
-        "bkrs,bskh->bkrh", weights.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
+        "bkrs,bskh->bkrh", weighted.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
     )
     # The sum divides the product and not the weights: the output has fewer columns than the scores.
     out_BKRH = (out_BKRH / weights.sum(-1, keepdims=True)).astype(v_BSKH.dtype)
@@ -125,25 +168,30 @@ class AttentionSettings:
     kernel:   model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
               program is traced for
     backward: model.attention_backward
+    dropout:  model.dropout_attention
     window:   model.window
     """
 
     context: str = "all_gather"
     kernel: str = "auto"
     backward: str = "auto"
+    dropout: float = 0.0
     window: int = 0
 
 
 @functools.partial(jax.named_call, name=SCOPE)
 def attend_causal(
-    q, k, v, segments_BT, settings: AttentionSettings = AttentionSettings()
+    q, k, v, segments_BT, settings: AttentionSettings = AttentionSettings(), noise_BT=None
 ) -> jax.Array:
     """Causal self-attention of complete sequences → [B, T, N, H of v], also where `context` splits
     them. q, k, v [B, T, heads, size of a head] are of this device's tokens.
 
     segments_BT: int32, the document of each token, which sees no token of another document; None: a
         sequence is one document
+    noise_BT: of the layer (parallel/dropout.py); None: no weight is dropped
     """
+    rate = settings.dropout if noise_BT is not None else 0.0
+    noise = constrain(head_noise(noise_BT, q.shape[2]), HEADS[:3]) if rate else None
     parts, way = context.size(), settings.context
     # By ulysses a device has complete sequences, of some heads; else two chunks of each.
     in_chunks = parts > 1 and way != "ulysses"
@@ -156,23 +204,26 @@ def attend_causal(
         keys=q.shape[1] * parts,
         documents=segments_BT is not None,
         context=way if in_chunks else "",
+        dropout=rate > 0,
     )
     chosen = attention_kernel(case, settings.kernel).kernel
-    kernel = _flash_kernel(chosen, q.shape, case, settings.backward)
-    unsplit = functools.partial(_attend_unsplit, kernel, chosen)
+    kernel = _flash_kernel(chosen, q.shape, case, settings.backward, rate)
+    unsplit = functools.partial(_attend_unsplit, kernel, chosen, rate)
     if parts == 1:
-        return unsplit(q, k, v, segments_BT)
+        return unsplit(q, k, v, segments_BT, noise)
     if way == "ulysses":
-        return context.attend_by_heads(unsplit, q, k, v, segments_BT)
+        return context.attend_by_heads(unsplit, q, k, v, segments_BT, noise)
     if way == "ring":  # in XLA always by blocks, however few keys a device has
         return constrain(ring.attend(kernel or blockwise.KERNEL, q, k, v, segments_BT), HEADS)
     if kernel:
         return constrain(
-            context.attend_by_gather(functools.partial(flash.attend, kernel), q, k, v, segments_BT),
+            context.attend_by_gather(
+                functools.partial(flash.attend, kernel), q, k, v, segments_BT, noise
+            ),
             HEADS,
         )
     return context.attend_by_halves(
-        attend_by_cudnn_mask if chosen == CUDNN_MASK else attend, q, k, v, segments_BT
+        functools.partial(_attend_by_mask, chosen, rate), q, k, v, segments_BT, noise
     )
 
 
@@ -205,12 +256,27 @@ def attend_cached(
     return attend(q, k, v, extended.mask)
 
 
-def _attend_unsplit(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:
+def _attend_by_mask(chosen: str, rate: float, q, k, v, mask, noise) -> jax.Array:
+    """`attend` by cuDNN or in XLA."""
+    if chosen == CUDNN_MASK:
+        return attend_by_cudnn_mask(q, k, v, mask)
+    return attend(q, k, v, mask, dropout=WeightDropout(noise, rate))
+
+
+def _attend_unsplit(
+    kernel: Kernel | None, chosen: str, rate: float, q, k, v, segments, noise
+) -> jax.Array:
     """Causal attention over complete sequences, all tokens of which are on one device."""
     if kernel:
         return constrain(
             flash.attend(
-                kernel, q, k, v, context.CAUSAL, None if segments is None else (segments, segments)
+                kernel,
+                q,
+                k,
+                v,
+                context.CAUSAL,
+                None if segments is None else (segments, segments),
+                noise,
             ),
             HEADS,
         )
@@ -222,12 +288,12 @@ def _attend_unsplit(kernel: Kernel | None, chosen: str, q, k, v, segments) -> ja
     return (
         attend_by_cudnn_mask(q, k, v, mask)
         if chosen == CUDNN_MASK
-        else attend(q, k, v, mask, mask_is_causal=True)
+        else attend(q, k, v, mask, mask_is_causal=True, dropout=WeightDropout(noise, rate))
     )
 
 
 def _flash_kernel(
-    chosen: str, shape: tuple[int, ...], case: AttentionCase, backward: str
+    chosen: str, shape: tuple[int, ...], case: AttentionCase, backward: str, rate: float
 ) -> Kernel | None:
     """The kernel that never has all scores in memory, for queries of `shape` [B, T, N, H]; None
     where plain XLA computes them for few tokens, and for cuDNN with a mask."""
@@ -239,5 +305,5 @@ def _flash_kernel(
     if chosen == CUDNN and (not case.documents or cudnn.is_addressable(shape)):
         return cudnn.KERNEL
     if chosen in (XLA, CUDNN) and blockwise.is_long(batch_heads, case.queries, case.keys):
-        return blockwise.KERNEL
+        return blockwise.kernel(rate)
     return None

@@ -225,7 +225,8 @@ def _forward(inputs: Inputs, dtype):
 
 def _backward(residuals: AttentionResiduals, g_BTNV, dtype):
     """Kernel.backward, all gradients of `dtype`."""
-    (*arrays, _, segments), out_BTNV, lse_BTN = residuals
+    inputs, out_BTNV, lse_BTN = residuals
+    arrays, segments = (inputs.q, inputs.k, inputs.v), inputs.segments
     input_dtype, scale = arrays[0].dtype, arrays[0].shape[-1] ** -0.5
     # cuDNN wants all operands of one type; the gradient may come in another.
     q, k, v, g, out = _of_one_size(

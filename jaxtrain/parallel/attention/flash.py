@@ -36,6 +36,8 @@ class Inputs(NamedTuple):
     sight:    the keys that queries see
     segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): the document of each
               token; a query sees keys of its own document alone
+    noise:    None, or uint32 [B, T, N] of queries and heads: weights are dropped by it and by the
+              key's index (parallel/dropout.py), in blockwise.py alone
     """
 
     q: jax.Array
@@ -43,6 +45,7 @@ class Inputs(NamedTuple):
     v: jax.Array
     sight: Sight
     segments: tuple[jax.Array, jax.Array] | None = None
+    noise: jax.Array | None = None
 
 
 class AttentionResiduals(NamedTuple):
@@ -75,7 +78,7 @@ class Kernel:
 
 
 # splits over `model`: heads are on different devices, sight and segments the same on all
-SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P()))
+SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P(), HEADS))
 LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
 
 
@@ -87,12 +90,14 @@ def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:
 # A custom_vjp: kernels have no gradient that jax knows, and one of plain XLA's loop would save the
 # scores of every block.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) -> jax.Array:
+def attend(
+    kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, noise=None
+) -> jax.Array:
     """Attention by a kernel → [B, T, N, V]; the heads of all arrays are split over `model`."""
-    return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments)[0]
+    return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments, noise)[0]
 
 
-def _attend(kernel, q, k, v, sight, segments):
+def _attend(kernel, q, k, v, sight, segments, noise):
     """The output, and AttentionResiduals with the log-sum-exp as [B, N, T]."""
 
     # [B, N, T] is the order in which TPU's and GPU's kernels write and read the log-sum-exp. In
@@ -102,7 +107,7 @@ def _attend(kernel, q, k, v, sight, segments):
         out, lse_BTN = kernel.forward(inputs, inputs.v.dtype)
         return out, row_major_part(jnp.moveaxis(lse_BTN, 2, 1))
 
-    inputs = Inputs(q, k, v, sight, segments)
+    inputs = Inputs(q, k, v, sight, segments, noise)
     out, lse_BNT = over_model(run, (SPLITS,), (HEADS, LSE))(inputs)
     # Without this XLA lays the output out by heads, and transposes it for the next product.
     out = row_major(out)
@@ -119,8 +124,8 @@ def _attend_backward(kernel, residuals, g):
     gradients = over_model(run, (AttentionResiduals._make((SPLITS, HEADS, LSE)), HEADS), HEADS)(
         residuals, g
     )
-    arrays = residuals.inputs[:3]  # q, k, v; sight and segments have no gradients
-    return *(d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True)), None, None
+    arrays = residuals.inputs[:3]  # q, k, v; the others have no gradients
+    return *(d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True)), None, None, None
 
 
 attend.defvjp(_attend, _attend_backward)

@@ -136,7 +136,7 @@ def _next_of(run: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPairs:
     """The pairs for blocks of at most so many queries and keys."""
-    q, k, _, sight, segments = inputs
+    q, k, _, sight, segments, _ = inputs
     tokens, keys, full_chunks = q.shape[1], k.shape[1], jnp.asarray(sight.full_chunks, jnp.int32)
     # A query of chunk c sees keys up to full_chunks[c] · chunk − 1, and with the diagonal as many
     # more as its position in the chunk + 1.
@@ -191,7 +191,7 @@ LAYOUTS = {f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"}
 
 def _forward(inputs: Inputs, dtype, *, interpret: bool):
     """Kernel.forward."""
-    q, k, v, sight, segments = inputs
+    q, k, v, sight, segments, _ = inputs
     pairs = _block_pairs(inputs, MOST, MOST)
     sizes = splash.BlockSizes(
         block_q=pairs.queries, block_kv=pairs.keys, block_kv_compute=block_size(pairs.keys, 512)
@@ -223,7 +223,7 @@ def _backward(residuals: AttentionResiduals, g_BTNV, dtype, *, wanted: str, inte
     """Kernel.backward; gradients of keys and values are float32 by the fused kernel, or of their
     own types."""
     inputs, out, lse = residuals
-    q, k, v, _, _ = inputs
+    q, k, v, *_ = inputs
     choice = splash_backward(wanted, k.shape[1], q.shape[3], v.shape[3])
     arrays = _scaled(q), k, v, g_BTNV.astype(q.dtype), lse, delta(g_BTNV, out)
     # One kernel computes the scores once for all three gradients; two compute them twice, but need
