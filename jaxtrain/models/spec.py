@@ -4,7 +4,7 @@ the parameter count follow."""
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -85,11 +85,14 @@ class Spec:
         )
 
 
-class CacheSlot(NamedTuple):
-    """One token's place in an array of a cache, in one layer: its shape and logical axes."""
+@dataclasses.dataclass(frozen=True)
+class CacheArray:
+    """An array of a layer's cache, which is zero before the first token: its shape [batch, …], its
+    logical axes, "batch" first, and its type."""
 
     shape: tuple[int, ...]
     axes: Axes
+    dtype: jnp.dtype
 
 
 def is_spec(x: object) -> bool:

@@ -31,7 +31,6 @@ from jax import lax
 from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts, add_position_gradient, scaled
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
@@ -289,10 +288,8 @@ class EmbeddingAndHead:
         return x
 
     def _dense_layer(self, i: str, extra, params: Tree, x: jax.Array) -> jax.Array:
-        positions, *others = layer_noise(extra, int(i))
-        positions = layer_positions(self.parts.cfg, int(i), positions)
         kind = kinds_of_layers(self.parts.cfg)[int(i)]
-        return self.parts.dense_blocks[kind](params)(x, positions, *others)
+        return self.parts.dense_blocks[kind](params)(x, *layer_noise(extra, int(i)))
 
     @property
     def _dense_layers(self) -> Iterable[str]:

@@ -26,12 +26,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jaxtrain.config import ResolvedModel
 from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names, stacked_kinds
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
-from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, replicas
 from jaxtrain.parallel.attention import context
@@ -442,7 +440,7 @@ class Runtime:
             unit,
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
-            functools.partial(_extra_of_layer, cfg) if cfg.nope_layers or extra[2:] else None,
+            functools.partial(_extra_of_layer, cfg.dense_layers) if extra[2:] else None,
             stacked_kinds(cfg),
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
@@ -465,12 +463,9 @@ def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
     return dataclasses.replace(ticks, columns=columns)
 
 
-def _extra_of_layer(cfg: ResolvedModel, extra, layer):
+def _extra_of_layer(dense_layers: int, extra, layer):
     """What a layer reads beside its input; `layer` counts from the first after the dense ones."""
-    # Some layers have no rotary positions (`nope_layers`), and a unit's layers are one loop: the
-    # layer's number decides inside of it.
-    positions, *others = layer_noise(extra, cfg.dense_layers + layer)
-    return layer_positions(cfg, cfg.dense_layers + layer, positions), *others
+    return layer_noise(extra, dense_layers + layer)
 
 
 def _scaled_to(

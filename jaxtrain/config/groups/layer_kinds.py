@@ -12,6 +12,7 @@ the result. Kinds whose layers have equal parameters are of one form, and lie in
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel
@@ -120,6 +121,41 @@ def forms_of_layers(model: ModelConfig) -> tuple[str, ...]:
     """The form of each of `model.layers`; () where all are of one."""
     forms = forms_of_kinds(model)
     return tuple(forms[kind] for kind in stacked_kinds(model)) if any(forms.values()) else ()
+
+
+class Periods(NamedTuple):
+    """Kinds of layers that repeat from the first one on: `period` so many times, and then `rest`,
+    which is less than two periods where there is one at all."""
+
+    period: tuple[str, ...]
+    repetitions: int
+    rest: tuple[str, ...]
+
+
+@functools.lru_cache(2**10)
+def periods_of(kinds: tuple[str, ...]) -> Periods:
+    """The shortest period that kinds have at least twice; all are `rest` where there is none.
+
+    >>> periods_of(("window", "full", "window", "full", "window"))
+    Periods(period=('window', 'full'), repetitions=2, rest=('window',))
+    >>> periods_of(("window", "window", "full"))
+    Periods(period=(), repetitions=0, rest=('window', 'window', 'full'))
+    """
+    period = pattern_of(kinds)
+    number = len(kinds) // max(1, len(period))
+    if number < 2:
+        return Periods((), 0, kinds)
+    return Periods(period, number, kinds[len(period) * number :])
+
+
+def pattern_of(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that gives layers these kinds.
+
+    >>> pattern_of(["window", "full", "window"])
+    ('window', 'full')
+    """
+    is_pattern = lambda size: all(kind == kinds[i % size] for i, kind in enumerate(kinds))
+    return tuple(kinds[: next(filter(is_pattern, range(1, len(kinds))), len(kinds))])
 
 
 def has_dropout(model: ModelConfig) -> bool:

@@ -10,7 +10,6 @@ RULES: tuple[SettingsRule, ...] = (
     run_rules.own_code_exists,
     model_rules.latent_attention_is_complete,
     model_rules.heads_divide,
-    model_rules.layers_without_rotary_exist,
     model_rules.rotary_scaling_is_complete,
     model_rules.experts_have_capacity,
     model_rules.biases_have_parts,

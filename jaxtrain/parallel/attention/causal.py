@@ -156,12 +156,14 @@ class AttentionSettings:
               program is traced for
     backward: model.attention_backward
     dropout:  model.dropout_attention
+    window:   model.window
     """
 
     context: str = "all_gather"
     kernel: str = "auto"
     backward: str = "auto"
     dropout: float = 0.0
+    window: int = 0
 
 
 @functools.partial(jax.named_call, name=SCOPE)
@@ -215,13 +217,16 @@ def attend_causal(
     )
 
 
-def attend_cached(q, k, v, start, requested: str) -> jax.Array:
-    """Attention of T tokens to S slots of a cache: query t sees slots up to start + t. Splash
-    attends for a prompt's many tokens if it is the chosen kernel; otherwise plain XLA does. Each
-    device of `context` attends to its own slots (parallel/attention/kv_cache.py).
-
-    requested: model.attention_kernel
+def attend_cached(
+    q, extended: kv_cache.Extended, start, settings: AttentionSettings = AttentionSettings()
+) -> jax.Array:
+    """Attention of T tokens from position `start` on, which are in a cache of keys and values.
+    Splash attends for a prompt's many tokens if it is the chosen kernel; otherwise plain XLA does.
+    Each device of `context` attends to its own slots (parallel/attention/kv_cache.py).
     """
+    k, v = (a.astype(q.dtype) for a in extended.seen)
+    if settings.window:
+        return attend(q, k, v, extended.mask)
     (t, s), device = (q.shape[1], k.shape[1]), target_device()
     local_slots = s // shards(kv_cache.SLOT)
     case = AttentionCase(
@@ -234,11 +239,11 @@ def attend_cached(q, k, v, start, requested: str) -> jax.Array:
         documents=False,
         context="cache",
     )
-    if attention_kernel(case, requested).kernel == SPLASH and splash.takes(t, local_slots):
+    chosen = attention_kernel(case, settings.kernel).kernel
+    if chosen == SPLASH and splash.takes(t, local_slots):
         kernel = splash.kernel(interpret=device.platform != TPU)
         return constrain(kv_cache.attend_by_kernel(kernel, q, k, v, start), HEADS)
-    mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
-    return attend(q, k, v, mask)
+    return attend(q, k, v, extended.mask)
 
 
 def _attend_unsplit(
