@@ -211,9 +211,15 @@ class Run:
         """The values of the first trip."""
         return [_entry(table, stage, repeat) for table in self.first]
 
-    def trips(self, stage, repeat: LayerNumber) -> LayerNumber:
-        """The number of trips."""
-        return _entry(self.count, stage, repeat)
+    def run(self, stage, repeat: LayerNumber, trip: Callable, carry, peeled: int = 0):
+        """carry = trip(number, carry) in each trip but the last ones, `peeled`. Returns (the number
+        of the trip after that, the carry)."""
+        trips = _entry(self.count, stage, repeat) - peeled
+        counts = (self.count - peeled).sum(1).tolist()
+        # XLA's text has no number of trips that differs between stages. The planner reads it here
+        # (planner/programs/loops.py).
+        with jax.named_scope(f"trips_{'_'.join(map(str, counts))}_of_{self.count.shape[1]}"):
+            return trips, run_trips(0, trips, trip, carry)
 
     def after(self, values: Sequence[LayerNumber], trips: LayerNumber) -> list[LayerNumber]:
         """The values so many trips after those with `values`."""
@@ -236,7 +242,7 @@ class Loop:
                 trip = lambda number, carry, run=each, first=first: step(
                     run, run.after(first, number), carry
                 )
-                carry = run_trips(0, each.trips(stage, repeat), trip, carry)
+                _, carry = each.run(stage, repeat, trip, carry)
             return carry
 
         return run_trips(0, self.repeats, runs, carry)
@@ -409,7 +415,7 @@ def run_loops_gathering(
         """One repeat of a loop, before the layer `following`, if any."""
         others = [_first_layer(run, stage, number) for run in loop.runs[1:]]
         for run, after in zip(loop.runs, [*others, following], strict=True):
-            first, trips = run.values(stage, number), run.trips(stage, number)
+            first = run.values(stage, number)
 
             def trip(number: LayerNumber, state, run=run, first=first, last=False, after=after):
                 parameters, carry = state
@@ -423,9 +429,9 @@ def run_loops_gathering(
             # stage may have no layer in the run: then it is in the loop, and may gather a layer
             # that nobody reads; its row is clamped.
             peels = run.has_layers and not _same_form(run, after)
-            state = run_trips(0, trips - peels, trip, state)
+            last, state = run.run(stage, number, trip, state, peeled=peels)
             if peels:
-                state = trip(trips - 1, state, last=True)
+                state = trip(last, state, last=True)
         return state
 
     # The first layer's parameters are gathered before all loops; nothing overlaps with that.
