@@ -23,11 +23,14 @@ class Spec:
     axes:     a logical axis name for each dimension (sharding.RULES)
     std:      standard deviation of its normal initial values; None with `constant`
     constant: initial value where it is not random
+    init:     the module's own initial values, float32 of `shape` by a key, uint32 [2]: those of one
+        module have one key. In the place of `std` and `constant`
     padded:   shape as held in memory; that of `shape` if not given
     exact:    a matrix that is used in float32, whatever the compute type
     product:  a matrix whose products may be of FP8 (parallel/fp8.py)
     counts:   its "gradient" is a number of tokens, by which the step moves it
         (training/update/balance.py)
+    vectors:  each last dimension is a vector of its own, such as an expert's bias
 
     Raises ValueError for axes that do not fit the shape, and for padding of any dimension but the
     first.
@@ -37,10 +40,12 @@ class Spec:
     axes: tuple[str, ...]
     std: float | None = None
     constant: float = 0.0
+    init: Callable[[jax.Array], jax.Array] | None = dataclasses.field(default=None, compare=False)
     padded: tuple[int, ...] = ()
     exact: bool = False
     product: bool = False
     counts: bool = False
+    vectors: bool = False
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -59,7 +64,7 @@ class Spec:
     def matrix(self) -> bool:
         """Matrices decay and are cast to the compute type; vectors (norm scales, biases) do
         neither."""
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.vectors
 
     @property
     def cast(self) -> bool:

@@ -40,8 +40,9 @@ from jaxtrain.models.layers import (
     named,
 )
 from jaxtrain.models.moe import MoE
+from jaxtrain.models.own_module import OwnModule
 from jaxtrain.models.spec import Parameter, Spec, binder, parameter, specs
-from jaxtrain.parallel.dropout import Place, dropout
+from jaxtrain.parallel.dropout import AFTER_ATTENTION, AFTER_MLP, dropout
 from jaxtrain.parallel.tensor import flat, lookup, scattered_products
 
 ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {
@@ -124,7 +125,9 @@ class Block(nnx.Module):
         self.attention_out_norm = Norm(cfg) if after else None
         self.mlp_out_norm = Norm(cfg) if after else None
         self.dropout = cfg.dropout_residual
-        self.attention = ATTENTION[cfg.attention](cfg, residual_std, context)
+        self.attention = (
+            OwnModule(cfg) if cfg.mixer else ATTENTION[cfg.attention](cfg, residual_std, context)
+        )
         self.mlp = (
             MoE(cfg, residual_std, batch_size, expert_nodes)
             if has_experts
@@ -144,7 +147,7 @@ class Block(nnx.Module):
         attended_BTD = named(ATTENTION_OUT, attend(y_BTD))
         if self.attention_out_norm is not None:
             attended_BTD = self.attention_out_norm(attended_BTD)
-        x_BTD = x_BTD + dropout(attended_BTD, noise_BT, Place.ATTENTION_OUT, self.dropout)
+        x_BTD = x_BTD + dropout(attended_BTD, AFTER_ATTENTION, self.dropout, noise_BT)
         if self.mlp_norm is not None:
             y_BTD = named(MLP_NORM, self.mlp_norm(x_BTD))
         elif not self.is_parallel:
@@ -152,7 +155,7 @@ class Block(nnx.Module):
         y_BTD = named(MLP_OUT, mlp(y_BTD))
         if self.mlp_out_norm is not None:
             y_BTD = self.mlp_out_norm(y_BTD)
-        return x_BTD + dropout(y_BTD, noise_BT, Place.MLP_OUT, self.dropout)
+        return x_BTD + dropout(y_BTD, AFTER_MLP, self.dropout, noise_BT)
 
     def cache_arrays(self, batch: int, slots: int, dtype):
         """As of generation/decode.py."""
@@ -169,6 +172,11 @@ class Block(nnx.Module):
         routed = isinstance(self.mlp, MoE)
         mlp = functools.partial(self.mlp, drops=False) if routed else self.mlp
         return self._residual_sum(x_BTD, attend, mlp), cache
+
+
+def block_of(cfg: ResolvedModel, *args: Any, **settings: Any) -> Block | OwnModule:
+    """A block of one's own, or ours. Arguments as of `Block`."""
+    return OwnModule(cfg) if cfg.block else Block(cfg, *args, **settings)
 
 
 class Predictor(nnx.Module):
@@ -189,7 +197,7 @@ class Predictor(nnx.Module):
     ):
         self.hidden_norm, self.token_norm = Norm(cfg), Norm(cfg)
         self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, bias=False)
-        self.block = Block(cfg, context, batch_size, expert_nodes)
+        self.block = block_of(cfg, context, batch_size, expert_nodes)
 
     def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """Returns the module's residual stream [B, T, D].
@@ -273,8 +281,8 @@ class ModelParts:
     cfg: ResolvedModel
     specs: dict[str, dict]
     embedder: Callable[[dict], Embedder]
-    dense_blocks: dict[str, Callable[[dict], Block]]
-    blocks: dict[str, Callable[[dict], Block]]
+    dense_blocks: dict[str, Callable[[dict], Block | OwnModule]]
+    blocks: dict[str, Callable[[dict], Block | OwnModule]]
     head: Callable[[dict], Head]
     norm: Callable[[dict], Norm]
     predictor: Callable[[dict], Predictor]
@@ -332,11 +340,11 @@ def build(
     embedder, head, norm = Embedder(cfg, padded, vocab), Head(cfg, padded, vocab), Norm(cfg)
     kinds = kinds_of_layers(cfg)
     blocks = {
-        kind: Block(of_kind(cfg, kind), context, batch_size, expert_nodes)
+        kind: block_of(of_kind(cfg, kind), context, batch_size, expert_nodes)
         for kind in dict.fromkeys(kinds[cfg.dense_layers :])
     }
     dense_blocks = {
-        kind: Block(of_kind(cfg, kind), context, dense=True)
+        kind: block_of(of_kind(cfg, kind), context, dense=True)
         for kind in dict.fromkeys(kinds[: cfg.dense_layers])
     }
     forms = {form: specs(blocks[kind]) for kind, form in reversed(forms_of_kinds(cfg).items())}

@@ -159,8 +159,7 @@ class Runtime:
         columns: TickColumns | None = None,
         step: jax.Array | int = 0,
     ) -> LossesAndGradients:
-        """The losses of a batch and the gradients of `loss` and its weighted further
-        terms.
+        """The losses of a batch and the gradients of the loss with its weighted further terms.
 
         Args:
           params, batch: as for `losses`.
@@ -216,15 +215,11 @@ class Runtime:
         numbers: an array like the others, whose shards a device has with its tokens."""
         if not has_dropout(self.parts.cfg):
             return batch
-        shape, steps = batch["tokens"].shape, self.slotted.table.steps if self.slotted else 1
-        replicas_apart = replicas.count(self.mesh) if self.independent_replicas else 1
-        of_step = functools.partial(
-            token_noise,
-            self.seed,
-            shape=(shape[0] // steps, *shape[1:]),
-            replicas=replicas_apart,
-        )
-        return {**batch, "noise": jnp.concatenate([of_step(first_step + i) for i in range(steps)])}
+        steps = self.slotted.table.steps if self.slotted else 1
+        shape = (batch["tokens"].shape[0] // steps, *batch["tokens"].shape[1:])
+        separate = replicas.count(self.mesh) if self.independent_replicas else 1
+        of_steps = [token_noise(self.seed, first_step + i, shape, separate) for i in range(steps)]
+        return {**batch, "noise": jnp.concatenate(of_steps)}
 
     # ------------------------------------------------------------------ plans, without arrays
 
@@ -368,13 +363,9 @@ class Runtime:
     @property
     def _further_weights(self) -> dict[str, float]:
         """The weights of the objective's terms beside the loss, those that there are."""
-        weights = {"mtp_loss": self.parts.cfg.mtp_weight, "z_loss": self.loss_rule.z_loss}
-        return {
-            name: weight
-            for name, weight in weights.items()
-            if name != "mtp_loss" or self.parts.cfg.mtp_depth
-            if weight
-        }
+        mtp = self.parts.cfg.mtp_weight if self.parts.cfg.mtp_depth else 0.0
+        weights = {"mtp_loss": mtp, "z_loss": self.loss_rule.z_loss}
+        return {name: weight for name, weight in weights.items() if weight}
 
     def _unweighted(self, further: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The terms as they are reported, from sums that are weighted as in the objective."""

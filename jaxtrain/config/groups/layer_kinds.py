@@ -160,10 +160,8 @@ def pattern_of(kinds: Sequence[str]) -> tuple[str, ...]:
 
 def has_dropout(model: ModelConfig) -> bool:
     """True if training drops numbers of the embeddings, or in layers of any kind."""
-    kinds = (of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model)))
-    return model.dropout_embedding > 0 or any(
-        kind.dropout_residual + kind.dropout_attention for kind in kinds
-    )
+    rates = (m.dropout_residual + m.dropout_attention for m in models_of_kinds(model))
+    return model.dropout_embedding + max(rates) > 0
 
 
 class KindEntry(NamedTuple):
