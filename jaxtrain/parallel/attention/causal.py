@@ -15,18 +15,22 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.kernels import (
     CUDNN,
     CUDNN_MASK,
+    NEIGHBOURS,
     SPLASH,
     TPU,
     XLA,
     AttentionCase,
     attention_kernel,
+    reach,
 )
 from jaxtrain.devices.sharding import constrain, shards
 from jaxtrain.parallel.attention import blockwise, context, cudnn, flash, kv_cache, ring, splash
-from jaxtrain.parallel.attention.flash import Kernel
+from jaxtrain.parallel.attention.context import Sight
+from jaxtrain.parallel.attention.flash import PLAIN, Kernel, Scores
 from jaxtrain.parallel.attention.heads import by_heads
 from jaxtrain.parallel.target_device import target_device
 
@@ -37,22 +41,36 @@ KV_HEADS = ("batch", "token", "kv_heads", None)
 SCOPE = "attention"
 
 
-def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
+def attend(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    mask=None,
+    mask_is_causal: bool = False,
+    window: int = 0,
+    sinks_N=None,
+    scores: Scores = PLAIN,
+) -> jax.Array:
     """Scaled dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a
     head for several query heads, and values another size than keys.
 
-    mask: bool [B or 1, 1, T, S], true where a query sees a key; None: causal, with T = S
-    mask_is_causal: no query of the mask sees a later key (T = S), so most of the scores above the
-        diagonal are not computed; the result is the same
+    mask: bool [B or 1, 1, T, S], true where a query sees a key; None: causal, with its `window`
+    mask_is_causal: the queries are the last tokens of the keys, and the mask lets none see a later
+        key, or one before its `window` (0: any). Most of the scores that no query sees are then not
+        computed; the result is the same
+    sinks_N: one more score of every query of a head, without a value
     """
-    return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, mask_is_causal), HEADS)
+    arrays = q_BTNH, k_BSKH, v_BSKH
+    result = grouped_attention(*arrays, mask, mask_is_causal, window, sinks_N, scores)
+    return constrain(result, HEADS)
 
 
-def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
+def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask, scores: Scores = PLAIN) -> jax.Array:
     """`attend` by cuDNN, which adds the mask to the scores as numbers."""
     # jax's function wants keys and values of one size: the smaller ones are padded with zeros,
     # which change no score, and the padding of the result is cut off.
-    (size, of_values), scale = (q_BTNH.shape[-1], v_BSKH.shape[-1]), q_BTNH.shape[-1] ** -0.5
+    size, of_values = q_BTNH.shape[-1], v_BSKH.shape[-1]
+    scale = scores.factor(size)
 
     def filled(a):
         missing = max(size, of_values) - a.shape[-1]
@@ -76,24 +94,41 @@ def causal_blocks(tokens: int) -> int:
     return next(n for n in (4, 2, 1) if n == 1 or (tokens % n == 0 and tokens // n >= 128))
 
 
-def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
+def causal_mask(tokens: int, keys: int, window: int = 0) -> jax.Array:
+    """bool [tokens, keys]: which key each of the last `tokens` tokens sees, at most `window`."""
+    every, before = jnp.ones((tokens, keys), bool), keys - tokens
+    mask = jnp.tril(every, before)
+    return mask & jnp.triu(every, before - window + 1) if window else mask
+
+
+def grouped_attention(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    mask=None,
+    mask_is_causal: bool = False,
+    window: int = 0,
+    sinks_N=None,
+    scores: Scores = PLAIN,
+) -> jax.Array:
     """`attend` without the result's sharding."""
     # `jax.nn.dot_product_attention` would have the heads of a group as a fifth dimension, and
     # transposes for it: 5 % of a training step on CPU (benchmarks/README.md).
     t, s = q_BTNH.shape[1], k_BSKH.shape[1]
     if mask is not None and not mask_is_causal:
-        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask)
-    mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if mask is None else mask
+        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, sinks_N, scores)
+    mask = causal_mask(t, s, window)[None, None] if mask is None else mask
     n = causal_blocks(t)
     blocks = [(i * t // n, (i + 1) * t // n) for i in range(n)]
-    out = [
-        _block_attention(q_BTNH[:, a:b], k_BSKH[:, :b], v_BSKH[:, :b], mask[:, :, a:b, :b])
-        for a, b in blocks
-    ]
+    out = []
+    for a, b in blocks:
+        seen = slice(max(0, s - t + a - window + 1) if window else 0, s - t + b)
+        keys, values, in_block = k_BSKH[:, seen], v_BSKH[:, seen], mask[:, :, a:b, seen]
+        out.append(_block_attention(q_BTNH[:, a:b], keys, values, in_block, sinks_N, scores))
     return jnp.concatenate(out, 1) if n > 1 else out[0]
 
 
-def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
+def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, sinks_N, rule: Scores) -> jax.Array:
     """Attention of one block of queries, with a softmax in float32."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
@@ -101,77 +136,107 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     q_BKRH = (
         q_BTNH.reshape(b, t, k, n // k, h).transpose(0, 2, 3, 1, 4).reshape(b, k, n // k * t, h)
     )
-    scores = (
-        jnp.einsum("bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32) * h**-0.5
-    )
+    scores = jnp.einsum(
+        "bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32
+    ) * rule.factor(h)
+    if rule.softcap:
+        scores = rule.softcap * jnp.tanh(scores / rule.softcap)
     scores = jnp.where(mask[:, :, None], scores.reshape(b, k, n // k, t, s), -1e30).reshape(
         scores.shape
     )
     # The softmax does not change with what is subtracted, so the maximum has no gradient.
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if sinks_N is not None:
+        sinks_KR1 = jnp.repeat(sinks_N.astype(jnp.float32).reshape(k, n // k, 1), t, 1)
+        total += jnp.exp(sinks_KR1 - top)
     out_BKRH = jnp.einsum(
         "bkrs,bskh->bkrh", weights.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
     )
     # The sum divides the product and not the weights: the output has fewer columns than the scores.
-    out_BKRH = (out_BKRH / weights.sum(-1, keepdims=True)).astype(v_BSKH.dtype)
+    out_BKRH = (out_BKRH / total).astype(v_BSKH.dtype)
     return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """The settings of a config that choose how attention is computed.
+    """The settings of a config that choose what attention computes, and how.
 
     context:  parallel.context, the collectives for sequences that `context` splits
     kernel:   model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
               program is traced for
     backward: model.attention_backward
+    window:   model.window
+    scores:   model.attention_scale and model.attention_softcap
     """
 
     context: str = "all_gather"
     kernel: str = "auto"
     backward: str = "auto"
+    window: int = 0
+    scores: Scores = PLAIN
+
+    @staticmethod
+    def of(cfg: ResolvedModel, context: str) -> "AttentionSettings":
+        """The settings of a model's attention. context: parallel.context"""
+        scores = Scores(cfg.attention_scale, cfg.attention_softcap)
+        return AttentionSettings(
+            context, cfg.attention_kernel, cfg.attention_backward, cfg.window, scores
+        )
 
 
 @functools.partial(jax.named_call, name=SCOPE)
 def attend_causal(
-    q, k, v, segments_BT, settings: AttentionSettings = AttentionSettings()
+    q, k, v, segments_BT, settings: AttentionSettings = AttentionSettings(), sinks_N=None
 ) -> jax.Array:
     """Causal self-attention of complete sequences → [B, T, N, H of v], also where `context` splits
     them. q, k, v [B, T, heads, size of a head] are of this device's tokens.
 
     segments_BT: int32, the document of each token, which sees no token of another document; None: a
         sequence is one document
+    sinks_N: one more score of every query of a head, without a value
     """
-    parts, way = context.size(), settings.context
-    # By ulysses a device has complete sequences, of some heads; else two chunks of each.
-    in_chunks = parts > 1 and way != "ulysses"
+    parts, scores = context.size(), settings.scores
+    tokens = q.shape[1] * parts
+    window = settings.window if settings.window < tokens else 0
+    way = reach(settings.context, parts, tokens, window)
     case = AttentionCase(
         target_device(),
         bits=8 * q.dtype.itemsize,
         key_size=q.shape[-1],
         value_size=v.shape[-1],
-        queries=q.shape[1] // 2 if in_chunks else q.shape[1] * parts,
-        keys=q.shape[1] * parts,
+        queries=q.shape[1] // 2 if way else tokens,
+        keys=tokens,
         documents=segments_BT is not None,
-        context=way if in_chunks else "",
+        context=way,
+        window=window,
+        softcap=scores.softcap > 0,
+        sinks=sinks_N is not None,
     )
     chosen = attention_kernel(case, settings.kernel).kernel
     kernel = _flash_kernel(chosen, q.shape, case, settings.backward)
-    unsplit = functools.partial(_attend_unsplit, kernel, chosen)
+    local = functools.partial(_attend_local, kernel, chosen, window=window, scores=scores)
+    if way == NEIGHBOURS:
+        attend_chunks = functools.partial(local, sinks_N=sinks_N)
+        result = context.attend_by_neighbours(attend_chunks, q, k, v, segments_BT, window)
+        return constrain(result, HEADS)
     if parts == 1:
-        return unsplit(q, k, v, segments_BT)
-    if way == "ulysses":
-        return context.attend_by_heads(unsplit, q, k, v, segments_BT)
+        return local(q, k, v, _twice(segments_BT), sinks_N)
+    if not way:  # ulysses
+        return context.attend_by_heads(local, q, k, v, segments_BT, sinks_N)
     if way == "ring":  # in XLA always by blocks, however few keys a device has
-        return constrain(ring.attend(kernel or blockwise.KERNEL, q, k, v, segments_BT), HEADS)
+        ring_kernel = kernel or blockwise.KERNEL
+        return constrain(ring.attend(ring_kernel, q, k, v, segments_BT, sinks_N, scores), HEADS)
     if kernel:
-        return constrain(
-            context.attend_by_gather(functools.partial(flash.attend, kernel), q, k, v, segments_BT),
-            HEADS,
-        )
-    return context.attend_by_halves(
-        attend_by_cudnn_mask if chosen == CUDNN_MASK else attend, q, k, v, segments_BT
-    )
+        attend_all = lambda *arrays: flash.attend(kernel, *arrays, sinks_N, scores)
+        result = context.attend_by_gather(attend_all, q, k, v, segments_BT, window)
+        return constrain(result, HEADS)
+    if chosen == CUDNN_MASK:
+        attend_half = functools.partial(attend_by_cudnn_mask, scores=scores)
+    else:
+        attend_half = functools.partial(attend, sinks_N=sinks_N, scores=scores)
+    return context.attend_by_halves(attend_half, q, k, v, segments_BT, window)
 
 
 def attend_cached(q, k, v, start, requested: str) -> jax.Array:
@@ -200,25 +265,36 @@ def attend_cached(q, k, v, start, requested: str) -> jax.Array:
     return attend(q, k, v, mask)
 
 
-def _attend_unsplit(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:
-    """Causal attention over complete sequences, all tokens of which are on one device."""
+def _twice(segments_BT):
+    """The segments of queries and of keys, for tokens that are both."""
+    return None if segments_BT is None else (segments_BT, segments_BT)
+
+
+def _attend_local(
+    kernel: Kernel | None,
+    chosen: str,
+    q,
+    k,
+    v,
+    segments,
+    sinks_N=None,
+    window: int = 0,
+    scores: Scores = PLAIN,
+) -> jax.Array:
+    """Causal attention to keys of one device: those of the queries, or also those of the window
+    before them. segments: of queries and of keys, or None"""
     if kernel:
-        return constrain(
-            flash.attend(
-                kernel, q, k, v, context.CAUSAL, None if segments is None else (segments, segments)
-            ),
-            HEADS,
-        )
-    mask, t = None, q.shape[1]
+        sight = Sight((0,), window=window)
+        return constrain(flash.attend(kernel, q, k, v, sight, segments, sinks_N, scores), HEADS)
+    mask = None
     if segments is not None:
-        mask = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(
-            jnp.ones((t, t), bool)
+        of_queries, of_keys = segments
+        mask = (of_queries[:, None, :, None] == of_keys[:, None, None, :]) & causal_mask(
+            q.shape[1], k.shape[1], window
         )
-    return (
-        attend_by_cudnn_mask(q, k, v, mask)
-        if chosen == CUDNN_MASK
-        else attend(q, k, v, mask, mask_is_causal=True)
-    )
+    if chosen == CUDNN_MASK:
+        return attend_by_cudnn_mask(q, k, v, mask, scores)
+    return attend(q, k, v, mask, True, window, sinks_N, scores)
 
 
 def _flash_kernel(
@@ -231,8 +307,10 @@ def _flash_kernel(
         batch_heads = batch_heads * shape[1] // case.keys
     if chosen == SPLASH:
         return splash.kernel(case.device.platform != TPU, backward)
-    if chosen == CUDNN and (not case.documents or cudnn.is_addressable(shape)):
+    if chosen == CUDNN and (not case.has_segments or cudnn.is_addressable(shape)):
         return cudnn.KERNEL
-    if chosen in (XLA, CUDNN) and blockwise.is_long(batch_heads, case.queries, case.keys):
+    window = 0 if case.context == "all_gather" else case.window
+    is_long = blockwise.is_long(batch_heads, case.queries, case.kernel_keys, window)
+    if chosen in (XLA, CUDNN) and is_long:
         return blockwise.KERNEL
     return None

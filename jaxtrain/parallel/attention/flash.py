@@ -6,6 +6,11 @@ computes the scores once more, a block at a time (FlashAttention-2, Dao 2023, al
 
     P = exp(S − lse)    dV = Pᵀ dO    dS = P ∘ (dO Vᵀ − delta)    dQ = dS K    dK = dSᵀ Q
 
+A sink (gpt-oss) is one more score of each query's softmax, whose value is 0. No kernel knows it:
+attention with a sink is attention without it, times exp(lse − total), where total is the logarithm
+of exp(lse) + exp(sink). With that output and total for lse the formulas above hold, as for a part
+of the keys, and the sink's gradient is −Σ exp(sink − total) · delta.
+
 The kernels are in parallel/attention/blockwise.py (plain XLA), parallel/attention/splash.py (TPUs)
 and parallel/attention/cudnn.py (NVIDIA GPUs).
 
@@ -29,6 +34,26 @@ from jaxtrain.parallel.attention.heads import HEADS, row_major, row_major_part
 MASKED = -1e30  # the log-sum-exp of a query that sees nothing
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What becomes of the product of a query and a key before it is masked.
+
+    scale:   its factor; 0: 1/sqrt(size of a key)
+    softcap: c, which makes c·tanh(s/c) of that (Gemma 2, arXiv:2408.00118, section 2); 0: nothing
+    """
+
+    scale: float = 0.0
+    softcap: float = 0.0
+
+    def factor(self, key_size: int) -> float:
+        """The factor of products."""
+        return self.scale or key_size**-0.5
+
+
+PLAIN = Scores()
+
+
 class Inputs(NamedTuple):
     """The arrays of attention, of a device's own heads.
 
@@ -36,6 +61,7 @@ class Inputs(NamedTuple):
     sight:    the keys that queries see
     segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): the document of each
               token; a query sees keys of its own document alone
+    scores:   from products to scores
     """
 
     q: jax.Array
@@ -43,6 +69,7 @@ class Inputs(NamedTuple):
     v: jax.Array
     sight: Sight
     segments: tuple[jax.Array, jax.Array] | None = None
+    scores: Scores = PLAIN
 
 
 class AttentionResiduals(NamedTuple):
@@ -75,8 +102,9 @@ class Kernel:
 
 
 # splits over `model`: heads are on different devices, sight and segments the same on all
-SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P()))
+SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P(), P()))
 LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
+SINKS = P(MODEL)
 
 
 def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:
@@ -84,43 +112,75 @@ def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:
     return jnp.einsum("btnv,btnv->btn", g_BTNV, out_BTNV, preferred_element_type=jnp.float32)
 
 
+def with_sinks(
+    out_BTNV: jax.Array, lse_BTN: jax.Array, sinks_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Output, of its type, and log-sum-exp with one more score for each head, which has no
+    value."""
+    total = jnp.logaddexp(lse_BTN, sinks_N.astype(jnp.float32))
+    return (out_BTNV * jnp.exp(lse_BTN - total)[..., None]).astype(out_BTNV.dtype), total
+
+
+def gradient_of_sinks(sinks_N, g_BTNV, out_BTNV, lse_BTN) -> jax.Array:
+    """The gradient [N] of the sinks, by the output and log-sum-exp with them."""
+    weights = jnp.exp(sinks_N.astype(jnp.float32) - lse_BTN)
+    return -(weights * delta(g_BTNV, out_BTNV)).sum((0, 1)).astype(sinks_N.dtype)
+
+
 # A custom_vjp: kernels have no gradient that jax knows, and one of plain XLA's loop would save the
 # scores of every block.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) -> jax.Array:
-    """Attention by a kernel → [B, T, N, V]; the heads of all arrays are split over `model`."""
-    return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments)[0]
+def attend(
+    kernel: Kernel,
+    q_BTNH,
+    k_BSKH,
+    v_BSKV,
+    sight: Sight,
+    segments=None,
+    sinks_N=None,
+    scores: Scores = PLAIN,
+) -> jax.Array:
+    """Attention by a kernel → [B, T, N, V]; the heads of all arrays are split over `model`.
+
+    sinks_N: a score of each head, or None
+    """
+    return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments, sinks_N, scores)[0]
 
 
-def _attend(kernel, q, k, v, sight, segments):
-    """The output, and AttentionResiduals with the log-sum-exp as [B, N, T]."""
+def _attend(kernel, q, k, v, sight, segments, sinks, scores):
+    """The output, and (AttentionResiduals with the log-sum-exp as [B, N, T], sinks)."""
 
     # [B, N, T] is the order in which TPU's and GPU's kernels write and read the log-sum-exp. In
     # another one entire pools would be transposed in every tick, and, where they lie on the host,
     # moved to the device and back (seen in programs compiled ahead of time).
-    def run(inputs: Inputs):
+    def run(inputs: Inputs, sinks):
         out, lse_BTN = kernel.forward(inputs, inputs.v.dtype)
+        if sinks is not None:
+            out, lse_BTN = with_sinks(out, lse_BTN, sinks)
         return out, row_major_part(jnp.moveaxis(lse_BTN, 2, 1))
 
-    inputs = Inputs(q, k, v, sight, segments)
-    out, lse_BNT = over_model(run, (SPLITS,), (HEADS, LSE))(inputs)
+    inputs = Inputs(q, k, v, sight, segments, scores)
+    out, lse_BNT = over_model(run, (SPLITS, SINKS), (HEADS, LSE))(inputs, sinks)
     # Without this XLA lays the output out by heads, and transposes it for the next product.
     out = row_major(out)
-    return out, AttentionResiduals(inputs, out, lse_BNT)
+    return out, (AttentionResiduals(inputs, out, lse_BNT), sinks)
 
 
-def _attend_backward(kernel, residuals, g):
-    def run(residuals: AttentionResiduals, g):
+def _attend_backward(kernel, saved, g):
+    def run(residuals: AttentionResiduals, sinks, g):
         lse_BTN = jnp.moveaxis(row_major_part(residuals.lse), 1, 2)
-        return kernel.backward(residuals._replace(lse=lse_BTN), g, residuals.inputs.q.dtype)
+        by_sinks = None if sinks is None else gradient_of_sinks(sinks, g, residuals.out, lse_BTN)
+        residuals = residuals._replace(lse=lse_BTN)
+        return kernel.backward(residuals, g, residuals.inputs.q.dtype), by_sinks
 
     # On each device's own heads: the partitioner cannot split a kernel, and would gather its
     # inputs.
-    gradients = over_model(run, (AttentionResiduals._make((SPLITS, HEADS, LSE)), HEADS), HEADS)(
-        residuals, g
-    )
+    residuals, sinks = saved
+    splits = AttentionResiduals._make((SPLITS, HEADS, LSE)), SINKS, HEADS
+    gradients, by_sinks = over_model(run, splits, (HEADS, SINKS))(residuals, sinks, g)
     arrays = residuals.inputs[:3]  # q, k, v; sight and segments have no gradients
-    return *(d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True)), None, None
+    of_arrays = (d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True))
+    return *of_arrays, None, None, by_sinks, None
 
 
 attend.defvjp(_attend, _attend_backward)
