@@ -17,11 +17,11 @@ def llama(
 ) -> Model:
     """A model of Llama's form: three matrices in an MLP, groups of heads, rotary positions."""
     return Model(
-        layers,
-        width,
-        heads,
-        kv_heads,
-        head_dim,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         mlp_width=mlp_width,
         vocab_size=vocabulary,
         sequence=sequence,

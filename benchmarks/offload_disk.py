@@ -116,8 +116,8 @@ def measure(options) -> dict:
         state = initial_state(step.layout, step.optimizer, 0)
         new = lambda: [jnp.full(a.shape, 1e-3, jnp.float32) for a in jax.tree.leaves(state.params)]
         guard = Guard(jnp.float32(1), None)
-        layers = {blocks.layer for group, blocks in update.passes if group.unit}
-        layer = sum(b.size for group, b in update.passes if group.unit) // len(layers)
+        layers = {blocks.layer for group, blocks in update.passes if group.stack}
+        layer = sum(b.size for group, b in update.passes if group.stack) // len(layers)
         rates: dict[str, list[float]] = {"disk_rate": [], "update_rate": []}
         if options.only == "none":
             plain = jax.jit(

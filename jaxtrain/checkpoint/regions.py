@@ -11,6 +11,9 @@ shard, both without a collective.
       params/layers/1/w  [2, 2, 8, 8]   stage 0: 4 5   stage 1: 6 –   ⎭
       params/embed/w     [512, 8]       padded in memory                  params/embed/w   [500, 8]
 
+Layers of several forms (config/groups/layer_kinds.py) are an array for each form, in model order:
+params/layers/FORM/w.
+
 A local checkpoint (local.py) has the shards as they are on a machine's devices, so only one layout
 can restore it. A shard that several processes hold (without ZeRO, parameters have copies over
 `data`) survives the loss of all but one of them:
@@ -48,10 +51,10 @@ class Leaf:
     """One leaf of the state in memory: a complete stored array, or the layers of one local unit.
 
     index: its place among the leaves of the flattened state
-    unit: None for a leaf outside the layers
+    unit: None for a leaf outside of stacks
     lead: the number of dimensions before the layers, which are stored as they are: independent
         replicas
-    stack: the layers of a unit's leaf
+    stack: the layers of a stack's leaf
     disk: the leaf itself if its numbers are on disk
     """
 
@@ -88,9 +91,9 @@ def stored_arrays(state: Any, stored: Any) -> list[StoredArray]:
     """The arrays that a checkpoint of `state` consists of, in the order of the state's leaves.
 
     Args:
-      state: a pytree of jax.Array, DiskArray or jax.ShapeDtypeStruct with shardings. Under a key
-        "layers" the next key is the local unit, and leaves are [*lead, stages, positions,
-        *layer shape].
+      state: a pytree of jax.Array, DiskArray or jax.ShapeDtypeStruct with shardings. Stacks are
+        under a key "layers", after which the next key is the local unit, and are [*lead, stages,
+        positions, *layer shape].
       stored: the same tree with a Stored for each leaf.
 
     Raises:
@@ -128,7 +131,7 @@ def _stored_array(index: int, path: tuple, leaf: Any, stored: Stored) -> StoredA
     """The array that holds one leaf, with that leaf alone. Errors as of `stored_arrays`."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
     unit = None
-    if LAYERS in keys[:-1]:
+    if stored.stack:
         unit = int(keys.pop(keys.index(LAYERS) + 1))
     name, (lead, stack) = "/".join(keys), (stored.lead, stored.stack)
     if getattr(leaf, "sharding", None) is None:
@@ -355,9 +358,11 @@ class Shards:
             for index, leaf in sorted(self.leaves.items())
         ]
         blocks = [(shard.leaf, shard.bounds) for shard in sorted(self.devices)]
-        stacks = {leaf.unit: leaf.stack for leaf in self.leaves.values() if leaf.stack}
+        # of a unit in the order of its leaves, which have their forms in their names
+        leaves_in_order = [leaf for _, leaf in sorted(self.leaves.items())]
+        stacks = dict.fromkeys((leaf.unit, leaf.stack) for leaf in leaves_in_order if leaf.stack)
         layers = [
             [[*run, *[-1] * (stack.shape[1] - len(run))] for run in stack.held]
-            for _, stack in sorted(stacks.items())
+            for _, stack in sorted(stacks, key=lambda one: one[0] or 0)
         ]
         return hashlib.sha256(json.dumps([leaves, blocks, layers]).encode()).hexdigest()

@@ -29,6 +29,7 @@ from jaxtrain.config.groups.run_settings import (
 from jaxtrain.config.groups.setting import LARGEST_INT, setting, setting_of
 from jaxtrain.config.paths import (
     convert,
+    entry_of,
     fields,
     flags_of,
     from_dict,
@@ -69,6 +70,7 @@ __all__ = [
     "UsageError",
     "convert",
     "ends_with_layers",
+    "entry_of",
     "fields",
     "flag_text",
     "flags_of",

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxtrain import __version__, config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.errors import PLACEHOLDER, UsageError, nearly, unfilled
+from jaxtrain.config.groups.setting import with_entry
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, load_recipe
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
@@ -158,6 +159,9 @@ def read_flags(
                 _take_value(rest)
             continue
         name, equals, text = token[2:].partition("=")
+        entry = cfg.entry_of(name.removeprefix(SETTING)) if with_config else None
+        if entry and name.startswith(SETTING):
+            defaults.setdefault(name, "")
         if name not in defaults:
             error = _unknown(name, text if equals else _take_value(rest), known, settings)
             reading.errors.append(error)
@@ -173,7 +177,8 @@ def read_flags(
             reading.placeholders[name] = f"--{name}={value}"
         elif value is None:
             fixes = {} if path else {name: defaults[name]}
-            missing[name] = UsageError(f"--{name} has no value", fixes, setting=path)
+            setting = entry[0] if entry else path
+            missing[name] = UsageError(f"--{name} has no value", fixes, setting=setting)
             texts.pop(name, None)
         elif path:
             reading.overrides.append((path, value))
@@ -319,15 +324,22 @@ def _stray(
 
 
 def apply(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
-    """The config with overrides (path, text); the last one for a path counts. A text of another
-    type than its setting's stays a text, which the checks refuse."""
+    """The config with overrides (path, text), one after the other; that of an item NAME=VALUE
+    changes a tuple of them. A text of another type than its setting's stays a text, which the
+    checks refuse."""
     changes: dict[str, Any] = {}
     for path in cfg.fields():
         with contextlib.suppress(cfg.ConfigError):
             changes[path] = cfg.convert(path, cfg.get(config, path))
-    return cfg.replace(
-        config, changes | {path: setting_value(path, text) for path, text in overrides}
-    )
+    for path, text in overrides:
+        entry = cfg.entry_of(path)
+        if not entry:
+            changes[path] = setting_value(path, text)
+            continue
+        setting, name = entry
+        if isinstance(entries := changes.get(setting), tuple):
+            changes[setting] = with_entry(entries, name, text)
+    return cfg.replace(config, changes)
 
 
 def setting_value(path: str, text: str) -> Any:

@@ -91,6 +91,7 @@ class AttentionCase:
     documents:  whether tokens attend inside their document only
     context:    "" for unsplit sequences, else how split ones attend: "all_gather", "ring" or
                 "neighbours" (parallel/attention/context.py), or "cache" in generation
+    dropout:    whether weights are dropped
     window:     number of keys that a query sees at most; 0: all
     softcap, sinks: whether the scores have a bound, and each head one more score
     """
@@ -103,6 +104,7 @@ class AttentionCase:
     keys: int
     documents: bool
     context: str = ""
+    dropout: bool = False
     window: int = 0
     softcap: bool = False
     sinks: bool = False
@@ -145,6 +147,12 @@ def _for(platform: str, devices: str) -> KernelRule:
         return None if case.device.platform in ("", platform) else Refusal(f"is for {devices}")
 
     return rule
+
+
+def _without_dropout(case: AttentionCase) -> Refusal | None:
+    if case.dropout:
+        return Refusal("drops no weights", ({"model.dropout_attention": 0.0},))
+    return None
 
 
 def _in_steps(case: AttentionCase) -> Refusal | None:
@@ -235,13 +243,14 @@ def _cudnn_mask(case: AttentionCase) -> Refusal | None:
 
 CUDNN_RULES: tuple[KernelRule, ...] = (
     _for(GPU, "NVIDIA GPUs"),
+    _without_dropout,
     _in_16_bits,
     _cudnn_heads,
     _cudnn_two_sizes,
     _cudnn_softcap,
 )
 TABLE: dict[str, tuple[str, tuple[KernelRule, ...]]] = {
-    SPLASH: ("splash, jax's kernel for TPUs", (_for(TPU, "TPUs"), _in_steps)),
+    SPLASH: ("splash, jax's kernel for TPUs", (_for(TPU, "TPUs"), _without_dropout, _in_steps)),
     CUDNN: ("cuDNN's flash attention", (*CUDNN_RULES, _cudnn_whole, _cudnn_documents)),
     CUDNN_MASK: ("cuDNN's flash attention, given a mask", (*CUDNN_RULES, _cudnn_mask)),
     XLA: ("plain XLA", ()),
@@ -313,6 +322,7 @@ def attention_case(
         keys=tokens,
         documents=not data.attend_across_documents,
         context=context,
+        dropout=model.dropout_attention > 0,
         window=model.window if model.window < tokens else 0,
         softcap=model.attention_softcap > 0,
         sinks=model.sinks,

@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, flag_text, nearly
-from jaxtrain.config.groups.setting import LARGEST_INT, setting_of, with_values
+from jaxtrain.config.groups.setting import LARGEST_INT, as_entries, setting_of, with_values
 from jaxtrain.config.states import Config
 
 EXPONENTS = {"k": "e3", "K": "e3", "M": "e6", "B": "e9", "T": "e12"}
+
+# Settings whose items are NAME=VALUE. A flag may have one of them: --config.model.kinds.NAME=VALUE.
+OF_ENTRIES = ("model.kinds", "model.block_settings")
 
 
 @functools.cache
@@ -58,7 +61,7 @@ def replace(config: Config, changes: dict[str, Any]) -> Config:
         if path not in fields():
             raise KeyError(path)
         group, name = path.split(".")
-        groups.setdefault(group, {})[name] = value
+        groups.setdefault(group, {})[name] = as_entries(value) if path in OF_ENTRIES else value
     config = config.as_read()
     return with_values(
         config,
@@ -66,6 +69,18 @@ def replace(config: Config, changes: dict[str, Any]) -> Config:
             group: with_values(getattr(config, group), **values) for group, values in groups.items()
         },
     )
+
+
+def entry_of(path: str) -> tuple[str, str] | None:
+    """The setting and the name of an item of OF_ENTRIES; None for any other path.
+
+    >>> entry_of("model.kinds.window.rotary_base")
+    ('model.kinds', 'window.rotary_base')
+    """
+    group, _, name = path.partition(".")
+    setting, _, entry = name.partition(".")
+    setting = f"{group}.{setting}"
+    return (setting, entry) if entry and setting in OF_ENTRIES else None
 
 
 def flags_of(config: Config, recipe: Config) -> str:
@@ -115,7 +130,7 @@ def convert(path: str, value: Any) -> Any:
     """A value as its setting's type: int → float and list → tuple, nothing else. Raises ConfigError
     for any other type."""
     field = fields()[path]
-    kind = field.type
+    kind, value = field.type, as_entries(value) if path in OF_ENTRIES else value
     if kind is float and type(value) is int:
         return float(value)
     if (item := item_type(kind)) and isinstance(value, list | tuple):
@@ -134,7 +149,7 @@ def is_choice(path: str, value: Any) -> bool:
     choices = setting_of(fields()[path]).choices
     if not isinstance(value, str) or value in choices.names:
         return value in choices.names
-    if choices.prefix and value.startswith(choices.prefix):
+    if (choices.own and ":" in value) or (choices.prefix and value.startswith(choices.prefix)):
         return True
     name, _, count = value.partition(":")
     is_number = count.isascii() and count.isdecimal() and len(count) <= len(str(LARGEST_INT))

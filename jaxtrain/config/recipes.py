@@ -20,10 +20,8 @@ from typing import Any
 
 from jaxtrain.config import Config, from_dict, to_dict
 from jaxtrain.config.errors import UsageError, cut, nearly
+from jaxtrain.config.own_code import SHIPPED
 
-PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-# The shipped recipes lie inside an installed package (pyproject.toml), and beside it in a checkout.
-SHIPPED = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 DEFAULT_RECIPE = "tiny"
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
 
@@ -209,4 +207,32 @@ def load_recipe(recipe: str | pathlib.Path) -> Config:
         kind: Any = group.type
         if not isinstance(value := getattr(config, group.name), kind):
             raise RecipeError(f"{name}: {group.name}={value!r} is not a {kind.__name__}")
-    return config
+    return _with_code_beside(path.parent, config)
+
+
+def _with_code_beside(folder: pathlib.Path, config: Config) -> Config:
+    """The config of a recipe in this folder. Files of its user's own code (own_code.py) that lie
+    there, and not in the current folder, have their full paths."""
+    model, train, optimizer = config.model, config.train, config.optimizer
+
+    def found(text: str) -> str:
+        source, _, name = text.rpartition(":")
+        beside = folder / source
+        is_there = source.endswith(".py") and not os.path.isfile(source) and beside.is_file()
+        return f"{beside}:{name}" if is_there else text
+
+    def entry(text: str) -> str:  # of model.kinds
+        setting, equals, value = text.partition("=")
+        return setting + equals + found(value)
+
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            model,
+            block=found(model.block),
+            mixer=found(model.mixer),
+            kinds=tuple(map(entry, model.kinds)),
+        ),
+        train=dataclasses.replace(train, loss=found(train.loss)),
+        optimizer=dataclasses.replace(optimizer, name=found(optimizer.name)),
+    )

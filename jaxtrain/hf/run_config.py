@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config.flags import apply
-from jaxtrain.config.rules.checks import field_violation
+from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.config.sources import holds_tokens
 from jaxtrain.hf.block_scales import BlockSize, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules

@@ -11,7 +11,7 @@ from jaxtrain.config.saved_values import ATTENTION, QKV
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
-from jaxtrain.models.spec import CacheSlot
+from jaxtrain.models.spec import CacheSlot, Spec, parameter
 from jaxtrain.parallel.attention import kv_cache
 from jaxtrain.parallel.attention.causal import (
     HEADS,
@@ -36,45 +36,67 @@ class Attention(nnx.Module):
         self.rotary = (
             Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
         )
-        self.settings = AttentionSettings(context, cfg.attention_kernel, cfg.attention_backward)
+        self.settings = AttentionSettings.of(cfg, context)
+        self.sinks = parameter(Spec((cfg.heads,), ("heads",))) if cfg.sinks else None
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
         self.value = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
+        gate = lambda: Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
+        self.gate = gate() if cfg.attention_gate else None
         self.out = Dense(n, d, ("heads", "width"), residual_std, "out" in cfg.biases)
-        norm = lambda: Norm(cfg, self.head_dim, "latent") if cfg.qk_norm else None
-        self.query_norm, self.key_norm = norm(), norm()
+        self.norm_over = cfg.qk_norm_over if cfg.qk_norm else ""
+        over_query, over_key = ((self.head_dim, "latent"),) * 2
+        if self.norm_over == "projection":
+            over_query, over_key = (n, "heads"), (k, "kv_heads")
+        self.query_norm = Norm(cfg, *over_query) if self.norm_over else None
+        self.key_norm = Norm(cfg, *over_key) if self.norm_over else None
 
     def project(self, x_BTD, positions_BT):
-        """Returns queries [B, T, N, H], keys and values [B, T, K, H].
+        """Returns queries [B, T, N, H], keys and values [B, T, K, H], and the gate of attention's
+        output [B, T, columns of the heads], None in a model without one.
 
         Queries and keys are normed where the model has `qk_norm`, then rotated where positions are
         rotary. K is at least the number of devices that heads are split over.
         """
         split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
-        change = lambda layer, a: a if layer is self.query else shared_columns(a, self.kv_heads)
-        products = column_parallel(x_BTD, self.query, self.key, self.value, change=change)
-        q, k, v = (named(QKV, row_major(product)) for product in products)
+        shared = lambda a: shared_columns(a, self.kv_heads)
+        change = lambda layer, a: shared(a) if layer is self.key or layer is self.value else a
+        gates = () if self.gate is None else (self.gate,)
+        products = column_parallel(x_BTD, self.query, self.key, self.value, *gates, change=change)
+        q, k, v, *gates = (named(QKV, row_major(product)) for product in products)
+        if self.norm_over == "projection":
+            # Each key head has equally many copies, so their mean square is that of the heads.
+            q, k = self.query_norm(q), self.key_norm(k, shared)
         q_BTNH = constrain(split(q, self.heads), HEADS)
         k_BTKH, v_BTKH = (
             constrain(split(a, attention_kv_heads(self.kv_heads)), KV_HEADS) for a in (k, v)
         )
         if orders_by_heads():
             q_BTNH, k_BTKH, v_BTKH = map(heads_first, (q_BTNH, k_BTKH, v_BTKH))
-        if self.query_norm is not None:
+        if self.norm_over == "head":
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.rotary is not None:
             q_BTNH, k_BTKH = (self.rotary(a, positions_BT) for a in (q_BTNH, k_BTKH))
-        if orders_by_heads():
-            return kept_by_heads(q_BTNH), kept_by_heads(k_BTKH), kept_by_heads(v_BTKH)
-        return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)
+        kept = kept_by_heads if orders_by_heads() else row_major
+        return kept(q_BTNH), kept(k_BTKH), kept(v_BTKH), gates[0] if gates else None
 
-    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
+    def output(self, y_BTNH, gate_BTI) -> jax.Array:
+        """The result of attention's core, gated where the model has a gate, times the output
+        matrix."""
+        y_BTI = y_BTNH.reshape(*y_BTNH.shape[:2], -1)
+        if gate_BTI is not None:
+            y_BTI = y_BTI * jax.nn.sigmoid(gate_BTI)
+        return self.out.row_parallel(y_BTI)
+
+    def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
-        token sees its own segment alone."""
-        q, k, v = self.project(x_BTD, positions_BT)
-        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.settings))
-        return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
+        token sees its own segment alone. noise_BT: as of a Block"""
+        q, k, v, gate = self.project(x_BTD, positions_BT)
+        sinks_N = None if self.sinks is None else self.sinks[...]
+        y = attend_causal(q, k, v, segments_BT, self.settings, noise_BT, sinks_N)
+        y = named(ATTENTION, y)
+        return self.output(y, gate)
 
     @staticmethod
     def cache_slots(cfg: ResolvedModel) -> tuple[CacheSlot, ...]:
@@ -88,9 +110,9 @@ class Attention(nnx.Module):
 
         cache: keys and values of the tokens before, [B, S, K, H] each.
         """
-        q, k, v = self.project(x_BTD, positions_BT)
+        q, k, v, gate = self.project(x_BTD, positions_BT)
         cache = [kv_cache.write(old, new, start) for old, new in zip(cache, (k, v), strict=True)]
         y = attend_cached(
             q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.settings.kernel
         )
-        return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), cache
+        return self.output(y, gate), cache

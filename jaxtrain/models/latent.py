@@ -43,7 +43,7 @@ class LatentAttention(nnx.Module):
         self.heads, self.rank = cfg.heads, cfg.kv_rank
         self.rotary, self.score_factor = Rotary(cfg, cfg.rope_head_dim), score_factor(cfg)
         self.head_dim, self.rope_dim = cfg.head_dim, cfg.rope_head_dim
-        self.settings = AttentionSettings(context, cfg.attention_kernel, cfg.attention_backward)
+        self.settings = AttentionSettings.of(cfg, context)
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         compressed = q + self.rank + self.rope_dim
         query, key_value = self.head_dim + self.rope_dim, self.head_dim + cfg.value_head_dim
@@ -81,9 +81,9 @@ class LatentAttention(nnx.Module):
             q = q * self.score_factor
         return q, latent_BTC, gather_sequence(rotate(key_BTR[:, :, None])[:, :, 0])
 
-    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
+    def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
-        token sees its own segment alone."""
+        token sees its own segment alone. noise_BT: as of a Block"""
         q, latent_BTC, key_BTR = self.project(x_BTD, positions_BT)
         y = named(QKV, *column_parallel(latent_BTC, self.expand))
         k, v = jnp.split(
@@ -92,7 +92,7 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(key_BTR[:, :, None], (*k.shape[:3], self.rope_dim))
         k = constrain(jnp.concatenate([k, shared], -1), HEADS)
         q, k, v = map(row_major, (q, k, v))
-        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.settings))
+        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.settings, noise_BT))
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod

@@ -4,6 +4,7 @@ Shape suffixes: B batch, T tokens of a sequence, D width, F MLP columns.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +35,25 @@ GATHERED = ("batch", "token", None)  # activations inside a block
 
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension,
-    computed in float32."""
+    computed in float32. Its factor is `scale`, or with `one_plus` 1 + `scale`, as in Gemma."""
 
     def __init__(self, cfg: ResolvedModel, size=0, axis="width", epsilon=0.0):
         self.kind, self.epsilon = cfg.norm, epsilon or cfg.norm_epsilon
+        self.one_plus = cfg.norm_weight == "one_plus"
         shape, with_bias = (size or cfg.width,), "norm" in cfg.biases
-        self.scale = parameter(Spec(shape, (axis,), constant=1.0))
+        self.scale = parameter(Spec(shape, (axis,), constant=0.0 if self.one_plus else 1.0))
         self.bias = parameter(Spec(shape, (axis,))) if with_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [..., D] → the same shape and dtype."""
+    def __call__(self, x: jax.Array, change=lambda scale: scale) -> jax.Array:
+        """x [..., D] → the same shape and dtype. change(a): what is used in place of scale or bias
+        `a`."""
         y = x.astype(jnp.float32)
         if self.kind == "layernorm":
             y = y - y.mean(-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.epsilon) * self.scale[...]
-        return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
+        scale = change(self.scale[...])
+        factor = 1.0 + scale if self.one_plus else scale
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.epsilon) * factor
+        return (y if self.bias is None else y + change(self.bias[...])).astype(x.dtype)
 
 
 def contract_rows(a_TM, b_TN, precision=None, split: int = 1) -> jax.Array:
@@ -208,23 +213,53 @@ def named(name: str, x):
     return x if x is None else mapped(lambda a: checkpoint_name(a, name), x)
 
 
+def gelu(up: jax.Array) -> jax.Array:
+    """The tanh form, as in GPT-2."""
+    return jax.nn.gelu(up, approximate=True)
+
+
+def swiglu(up: jax.Array, gate: jax.Array) -> jax.Array:
+    """Shazeer 2020 (arXiv:2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+def geglu(up: jax.Array, gate: jax.Array) -> jax.Array:
+    """Shazeer 2020 (arXiv:2002.05202), with GELU's tanh form, as in Gemma."""
+    return gelu(gate) * up
+
+
+def clamped_swiglu(alpha: float, limit: float, up: jax.Array, gate: jax.Array) -> jax.Array:
+    """(up + 1) · gate · sigmoid(alpha · gate), of up between ±limit and of gate up to limit, as in
+    gpt-oss's published code."""
+    # not jnp.clip, which halves the gradient of a number at the limit
+    gate = jnp.where(gate > limit, limit, gate)
+    up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
+    return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
+
+
+def activation_of(cfg: ResolvedModel) -> Callable[..., jax.Array]:
+    """The elementwise function from an MLP's first products, `up` and where it has one `gate`, to
+    its hidden layer."""
+    if cfg.activation == "clamped_swiglu":
+        return functools.partial(clamped_swiglu, cfg.activation_alpha, cfg.activation_limit)
+    functions: dict[str, Callable] = {"gelu": gelu, "swiglu": swiglu, "geglu": geglu}
+    return functions[cfg.activation]
+
+
 class MLP(nnx.Module):
-    """SwiGLU (Shazeer 2020) or GELU (tanh form, as GPT-2)."""
+    """Two products with an activation between them, whose input may be gated."""
 
     def __init__(self, cfg: ResolvedModel, residual_std: float):
         d, f = cfg.width, cfg.mlp_width
         widen = lambda: Dense(d, f, ("width", "mlp"), cfg.init_std, "mlp" in cfg.biases)
         self.up = widen()
-        self.gate = widen() if cfg.activation == "swiglu" else None
+        self.gate = widen() if cfg.is_gated else None
+        self.activation = activation_of(cfg)
         self.down = Dense(f, d, ("mlp", "width"), residual_std, "mlp" in cfg.biases)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        if self.gate is None:
-            up_BTF = named(MLP_IN, column_parallel(x_BTD, self.up)[0])
-            h_BTF = jax.nn.gelu(up_BTF, approximate=True)
-        else:
-            products = column_parallel(x_BTD, self.up, self.gate)
-            up_BTF, gate_BTF = (named(MLP_IN, product) for product in products)
-            h_BTF = jax.nn.silu(gate_BTF) * up_BTF
+        widened = (self.up,) if self.gate is None else (self.up, self.gate)
+        products = [named(MLP_IN, product) for product in column_parallel(x_BTD, *widened)]
+        h_BTF = self.activation(*products)
         h_BTF = named(MLP_HIDDEN, constrain(h_BTF, ("batch", "token", "mlp")))
         return self.down.row_parallel(h_BTF)

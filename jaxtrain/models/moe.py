@@ -17,12 +17,12 @@ from flax import nnx
 from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import MLP_HIDDEN, MLP_IN, ROUTED, ROUTER
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import GATHERED, matmul, matrix, named
+from jaxtrain.models.layers import GATHERED, activation_of, matmul, matrix, named
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.experts import dispatch, exchange_group, products
-from jaxtrain.parallel.experts.activation import activated
+from jaxtrain.parallel.experts.activation import activated, weigh
 from jaxtrain.parallel.experts.routing import Routing, TwoSteps, choice_counts
 from jaxtrain.parallel.experts.routing_collectives import by_capacity, dropless
 from jaxtrain.parallel.tensor import flat
@@ -162,7 +162,8 @@ class Router(nnx.Module):
 
 class MoE(nnx.Module):
     """Experts, each an MLP of `expert_width` columns, of which a token uses some; and
-    `shared_experts` that all tokens use.
+    `shared_experts` that all tokens use, with one weight a token where they have `shared_weight`
+    (Qwen2-MoE).
 
     batch_size: sequences in a step, over which the router's losses are a mean.
     nodes: the number that the experts' devices span; with several, rows go in two steps
@@ -172,16 +173,18 @@ class MoE(nnx.Module):
         d, f, shared = cfg.width, cfg.expert_width, cfg.shared_experts * cfg.expert_width
         self.experts, self.nodes = cfg.experts, nodes
         self.router = Router(cfg, batch_size, nodes)
-        gated = cfg.activation == "swiglu"
         up_EDF, down_EFD = ("experts", "width", "mlp"), ("experts", "mlp", "width")
         weight = lambda shape, axes, std: parameter(Spec(shape, axes, std=std, product=True))
         up = lambda: weight((cfg.experts, d, f), up_EDF, cfg.init_std)
         shared_up = lambda: weight((d, shared), up_EDF[1:], cfg.init_std)
-        self.up, self.gate = up(), up() if gated else None
+        self.up, self.gate = up(), up() if cfg.is_gated else None
         self.down = weight((cfg.experts, f, d), down_EFD, residual_std)
         self.shared_up = shared_up() if shared else None
-        self.shared_gate = shared_up() if shared and gated else None
+        self.shared_gate = shared_up() if shared and cfg.is_gated else None
         self.shared_down = weight((shared, d), down_EFD[1:], residual_std) if shared else None
+        by_token = Spec((d, 1), ("width", "expert"), std=cfg.init_std)
+        self.shared_weight = parameter(by_token) if shared and cfg.shared_gate else None
+        self.activation = activation_of(cfg)
 
     def __call__(self, x_BTD, drops: bool = True) -> jax.Array:
         """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` no choice of an
@@ -204,7 +207,10 @@ class MoE(nnx.Module):
             # gradients'. Left to itself XLA overlaps all of them with one of the two, or with the
             # few numbers that routing exchanges.
             x_MERD = dispatch.after_routing(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
-            shared_hidden = _activation(*_inner(x_MERD, self.shared_up, self.shared_gate))
+            shared_hidden = self.activation(*_inner(x_MERD, self.shared_up, self.shared_gate))
+            if self.shared_weight is not None:
+                logits_T1 = matmul(flat(gathered_BTD), matrix(self.shared_weight, gathered_BTD))
+                shared_hidden = weigh(shared_hidden, jax.nn.sigmoid(logits_T1).reshape(1, b * t))
         at_gateways = dispatch.to_gateways(x_MBTD, routing, spec)
         in_steps = isinstance(routing, TwoSteps)
         if shared_hidden is not None and in_steps:
@@ -216,7 +222,7 @@ class MoE(nnx.Module):
         if shared_hidden is not None:
             shared_hidden = named(MLP_HIDDEN, shared_hidden)
         inner = _inner(received, self.up, self.gate, routing.sizes, mean_rows)
-        hidden = activated(_activation, inner, gates, routing.sizes, mean_rows)
+        hidden = activated(self.activation, inner, gates, routing.sizes, mean_rows)
         hidden = named(MLP_HIDDEN, hidden)
         y_MBTD = products.product_combined(hidden, _matrices(self.down, hidden), routing, spec)
         if shared_hidden is not None and self.shared_down is not None:
@@ -245,8 +251,3 @@ def _inner(
         return [named(MLP_IN, products.product(x, _matrices(up, x), sizes, products.COLUMNS))]
     weights = _matrices(up, x), _matrices(gate, x)
     return [named(MLP_IN, y) for y in products.two_products(x, *weights, sizes, mean_rows)]
-
-
-def _activation(up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-    """The hidden layer of the experts' MLPs, from the products before it."""
-    return jax.nn.gelu(up, approximate=True) if gate is None else jax.nn.silu(gate) * up

@@ -8,6 +8,7 @@ Shape suffixes: B batch, T tokens, D width, V vocabulary (in memory: padded), C 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -39,6 +40,7 @@ from jaxtrain.models.layers import (
 from jaxtrain.models.moe import MoE
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import CacheSlot, Parameter, Spec, binder, parameter, specs
+from jaxtrain.parallel.dropout import AFTER_ATTENTION, AFTER_MLP, dropout
 from jaxtrain.parallel.tensor import flat, lookup, scattered_products
 
 ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {
@@ -61,7 +63,7 @@ class Embedder(nnx.Module):
 
     def __init__(self, cfg: ResolvedModel, padded: int, vocab: str = "vocab"):
         positions = Spec((cfg.max_positions, cfg.width), ("position", "width"), std=cfg.init_std)
-        self.table = _table(cfg, padded, vocab)
+        self.table, self.scale = _table(cfg, padded, vocab), cfg.embedding_scale
         self.positions = parameter(positions) if cfg.positions == "learned" else None
 
     def __call__(self, tokens_BT, positions_BT, dtype) -> jax.Array:
@@ -69,8 +71,9 @@ class Embedder(nnx.Module):
         return self.add_positions(self.lookup(tokens_BT, dtype), positions_BT)
 
     def lookup(self, tokens_BT, dtype) -> jax.Array:
-        """The tokens' rows of the table, without positions; zero for a token that is not in it."""
-        return lookup(self.table[...], tokens_BT).astype(dtype)
+        """The tokens' rows of the table with their scale, without positions; zero for a token that
+        is not in it."""
+        return scaled(lookup(self.table[...], tokens_BT).astype(dtype), self.scale)
 
     def add_positions(self, x_BTD, positions_BT) -> jax.Array:
         """Embeddings [B, T, D] plus those of their positions, where the model has learned ones."""
@@ -79,6 +82,12 @@ class Embedder(nnx.Module):
                 self.positions[...].astype(x_BTD.dtype)[positions_BT], (None, *SPLIT[1:])
             )
         return constrain(x_BTD, SPLIT)
+
+
+def scaled(x_BTD, scale: float) -> jax.Array:
+    """Embeddings, or their gradient, times the scale, which is rounded to their dtype first as in
+    Gemma's published code."""
+    return x_BTD if scale == 1 else x_BTD * jnp.asarray(scale, x_BTD.dtype)
 
 
 def add_position_gradient(positions_PD, positions_BT, g_BTD) -> jax.Array:
@@ -90,8 +99,11 @@ def add_position_gradient(positions_PD, positions_BT, g_BTD) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream. dense: all tokens go through
-    one MLP, even in a model that has experts."""
+    """Attention and MLP, each added to the residual stream, with norms of their inputs (…_norm), of
+    their outputs (…_out_norm), or of both. In a parallel block the MLP reads attention's input.
+
+    dense: all tokens go through one MLP, even in a model that has experts
+    """
 
     def __init__(
         self,
@@ -104,7 +116,13 @@ class Block(nnx.Module):
         # As in GPT-2: the variance of the residual stream does not grow with depth.
         residual_std = cfg.init_std / math.sqrt(2 * (cfg.dense_layers + cfg.layers))
         has_experts = cfg.experts > 0 and not dense
-        self.attention_norm, self.mlp_norm = Norm(cfg), Norm(cfg)
+        before, after = cfg.norm_place != "after", cfg.norm_place != "before"
+        self.is_parallel = cfg.parallel_block
+        self.attention_norm = Norm(cfg) if before else None
+        self.mlp_norm = Norm(cfg) if before and not self.is_parallel else None
+        self.attention_out_norm = Norm(cfg) if after else None
+        self.mlp_out_norm = Norm(cfg) if after else None
+        self.dropout = cfg.dropout_residual
         self.attention = ATTENTION[cfg.attention](cfg, residual_std, context)
         self.mlp = (
             MoE(cfg, residual_std, batch_size, expert_nodes)
@@ -112,22 +130,41 @@ class Block(nnx.Module):
             else MLP(cfg, residual_std)
         )
 
-    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
-        """[B, T, D] → [B, T, D]."""
-        y_BTD = named(ATTENTION_NORM, self.attention_norm(x_BTD))
-        x_BTD = x_BTD + named(ATTENTION_OUT, self.attention(y_BTD, positions_BT, segments_BT))
-        y_BTD = named(MLP_NORM, self.mlp_norm(x_BTD))
-        x_BTD = x_BTD + named(MLP_OUT, self.mlp(y_BTD))
-        return constrain(x_BTD, SPLIT)
+    def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
+        """[B, T, D] → [B, T, D]. noise_BT: of the layer (parallel/dropout.py); None: no dropout"""
+        attend = lambda y_BTD: self.attention(y_BTD, positions_BT, segments_BT, noise_BT)
+        return constrain(self._residual_sum(x_BTD, attend, self.mlp, noise_BT), SPLIT)
+
+    def _residual_sum(self, x_BTD, attend: Callable, mlp: Callable, noise_BT=None) -> jax.Array:
+        """x plus what attention and MLP, functions of [B, T, D], make of it."""
+        y_BTD = x_BTD
+        if self.attention_norm is not None:
+            y_BTD = named(ATTENTION_NORM, self.attention_norm(x_BTD))
+        attended_BTD = named(ATTENTION_OUT, attend(y_BTD))
+        if self.attention_out_norm is not None:
+            attended_BTD = self.attention_out_norm(attended_BTD)
+        x_BTD = x_BTD + dropout(attended_BTD, AFTER_ATTENTION, self.dropout, noise_BT)
+        if self.mlp_norm is not None:
+            y_BTD = named(MLP_NORM, self.mlp_norm(x_BTD))
+        elif not self.is_parallel:
+            y_BTD = x_BTD
+        y_BTD = named(MLP_OUT, mlp(y_BTD))
+        if self.mlp_out_norm is not None:
+            y_BTD = self.mlp_out_norm(y_BTD)
+        return x_BTD + dropout(y_BTD, AFTER_MLP, self.dropout, noise_BT)
 
     def cached(self, x_BTD, positions_BT, cache, start):
         """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions
         `start` and on."""
-        y, cache = self.attention.cached(self.attention_norm(x_BTD), positions_BT, cache, start)
-        x_BTD = x_BTD + y
-        x = self.mlp_norm(x_BTD)
-        y = self.mlp(x, drops=False) if isinstance(self.mlp, MoE) else self.mlp(x)
-        return x_BTD + y, cache
+
+        def attend(y_BTD):
+            nonlocal cache
+            y_BTD, cache = self.attention.cached(y_BTD, positions_BT, cache, start)
+            return y_BTD
+
+        routed = isinstance(self.mlp, MoE)
+        mlp = functools.partial(self.mlp, drops=False) if routed else self.mlp
+        return self._residual_sum(x_BTD, attend, mlp), cache
 
 
 class Predictor(nnx.Module):
@@ -150,14 +187,15 @@ class Predictor(nnx.Module):
         self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, bias=False)
         self.block = Block(cfg, context, batch_size, expert_nodes)
 
-    def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None) -> jax.Array:
+    def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """Returns the module's residual stream [B, T, D].
 
         x_BTD: the normed stream of the module before, or of the model
         next_BTD: embeddings of the tokens that this stream predicts
         """
         both = jnp.concatenate([self.token_norm(next_BTD), self.hidden_norm(x_BTD)], -1)
-        return self.block(constrain(self.project(both), SPLIT), positions_BT, segments_BT)
+        x_BTD = constrain(self.project(both), SPLIT)
+        return self.block(x_BTD, positions_BT, segments_BT, noise_BT)
 
 
 @jax.custom_vjp
@@ -184,12 +222,12 @@ vocabulary_logits.defvjp(_vocabulary_logits, _vocabulary_logits_backward)
 
 
 class Head(nnx.Module):
-    """Final norm and the projection to the vocabulary. A tied head has no table and is called with
-    the embedding's."""
+    """Final norm and the projection to the vocabulary, then the logits' factor and bound. A tied
+    head has no table and is called with the embedding's."""
 
     def __init__(self, cfg: ResolvedModel, padded: int, vocab: str = "vocab"):
         self.vocab_size, self.padded = cfg.vocab_size, padded != cfg.vocab_size
-        self.norm = Norm(cfg)
+        self.norm, self.scale, self.softcap = Norm(cfg), cfg.logit_scale, cfg.logit_softcap
         self.table = None if cfg.tied_embeddings else _table(cfg, padded, vocab)
 
     def __call__(self, x_BCD, tied_table=None, first_row=0) -> jax.Array:
@@ -203,6 +241,10 @@ class Head(nnx.Module):
             vocabulary_logits(self.norm(x_BCD), table_VD.astype(x_BCD.dtype)),
             ("batch", "token", "vocab"),
         )
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.softcap:
+            logits = self.softcap * jnp.tanh(logits / self.softcap)
         if self.padded:
             row = first_row + jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
             logits = jnp.where(row < self.vocab_size, logits, -jnp.inf)

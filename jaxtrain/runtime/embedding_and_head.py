@@ -32,9 +32,10 @@ from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.rotary import layer_positions
-from jaxtrain.models.transformer import ModelParts, add_position_gradient
+from jaxtrain.models.transformer import ModelParts, add_position_gradient, scaled
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
+from jaxtrain.parallel.dropout import EMBEDDINGS, dropout, layer_noise
 from jaxtrain.parallel.tensor import add_lookup_gradient
 from jaxtrain.parallel.zero import (
     Zero,
@@ -47,6 +48,7 @@ from jaxtrain.parallel.zero import (
 )
 from jaxtrain.runtime.loss import (
     LossInputs,
+    LossRule,
     OutputHead,
     VocabularyShard,
     loss_and_gradients,
@@ -77,11 +79,14 @@ def look_ahead(batch: Tree, depth: int) -> Tree:
     return {**batch, "mtp": modules} if depth else batch
 
 
-def positions_and_segments(batch: Tree, microbatch) -> tuple[jax.Array, jax.Array | None]:
+def positions_and_segments(batch: Tree, microbatch) -> tuple[jax.Array | None, ...]:
     """What every layer reads beside its input: positions [B or 1, T] and, where tokens attend
-    within their document, segments [B, T]."""
+    within their document, segments [B, T]. In training with dropout also the noise of the tokens
+    (parallel/dropout.py)."""
     positions = _positions(batch, microbatch)
-    return positions, take(batch["segments"], microbatch) if "segments" in batch else None
+    segments = take(batch["segments"], microbatch) if "segments" in batch else None
+    noise = (take(batch["noise"], microbatch),) if "noise" in batch else ()
+    return positions, segments, *noise
 
 
 def _positions(batch: Tree, microbatch) -> jax.Array:
@@ -204,7 +209,7 @@ class EmbeddingAndHead:
     shared: all stages do an op together, each with its rows of the vocabulary. Arguments that only
         the first or the last stage has may have any value on the others, and results are valid on
         all stages
-    loss_chunk: tokens whose logits may exist at a time
+    loss_chunk: tokens whose logits may exist at a time; loss_rule: the loss of a token
     dtype: of activations
     zero, reductions: how parameters before and after the layers are sharded, and their gradients
         reduced
@@ -216,6 +221,7 @@ class EmbeddingAndHead:
 
     parts: ModelParts
     loss_chunk: int
+    loss_rule: LossRule
     dtype: jnp.dtype
     first_stage: int
     last_stage: int
@@ -263,7 +269,8 @@ class EmbeddingAndHead:
 
     def _add_lookup(self, table, lookup: _Lookup):
         """The table's sums with the gradient of `_lookup`."""
-        first_row, g, tokens = self._first_row(table), lookup.gradient, lookup.tokens
+        first_row, tokens = self._first_row(table), lookup.tokens
+        g = scaled(lookup.gradient, self.parts.cfg.embedding_scale)
         axes = self._table_axes if self.zero.reduces_in_ops else ()
         # the reverse of the all-to-all in `_lookup`: a device has the sums of its columns
         if axes:
@@ -282,10 +289,10 @@ class EmbeddingAndHead:
         return x
 
     def _dense_layer(self, i: str, extra, params: Tree, x: jax.Array) -> jax.Array:
-        positions, segments = extra
+        positions, *others = layer_noise(extra, int(i))
         positions = layer_positions(self.parts.cfg, int(i), positions)
         kind = kinds_of_layers(self.parts.cfg)[int(i)]
-        return self.parts.dense_blocks[kind](params)(x, positions, segments)
+        return self.parts.dense_blocks[kind](params)(x, positions, *others)
 
     @property
     def _dense_layers(self) -> Iterable[str]:
@@ -303,7 +310,13 @@ class EmbeddingAndHead:
         if "positions" in params:
             reduction = self.reductions.embed["positions"]
             params["positions"] = _gathered(self.zero, params["positions"], reduction)
-        return self.parts.embedder(params).add_positions(self._sum(x), positions)
+        x = self.parts.embedder(params).add_positions(self._sum(x), positions)
+        return self._dropped(constants, microbatch, x)
+
+    def _dropped(self, constants: Constants, microbatch, x: jax.Array) -> jax.Array:
+        """The embeddings, or their gradient, after dropout."""
+        noise = positions_and_segments(constants.batch, microbatch)[2:]
+        return dropout(x, EMBEDDINGS, self.parts.cfg.dropout_embedding, *noise)
 
     def embed_gradient(
         self, sums: ModelTree, constants: Constants, microbatch, g: jax.Array
@@ -329,6 +342,7 @@ class EmbeddingAndHead:
                     dense[previous], added = _in_turn(self.zero, dense[previous], added)
                 dense[i] = _added(self.zero, dense[i], added, self.reductions.first[i])
                 previous = i
+        g = self._dropped(constants, microbatch, g)
         lookup = _Lookup(tokens, self._broadcast(g, self.first_stage))
         embed["table"] = self._add_lookup(embed["table"], lookup)
         if "positions" in embed:
@@ -362,7 +376,7 @@ class EmbeddingAndHead:
         first_row = self._first_row(table)
         logits = lambda params, x: self.parts.head(params.head)(x, params.table, first_row)
         shard = VocabularyShard(first_row, (STAGE,) if self.shared else ())
-        return OutputHead(logits, self.loss_chunk, shard)
+        return OutputHead(logits, self.loss_chunk, shard, self.loss_rule)
 
     def _head_sums(self, sums: HeadTree, added: HeadTree, reductions: HeadTree) -> HeadTree:
         """The head's gradient sums, from its accumulator `added`."""
@@ -398,7 +412,7 @@ class EmbeddingAndHead:
         """Returns (the state with the microbatch's losses and the head's gradients, the gradient of
         the last unit's output y).
 
-        Of the state it reads and changes `loss`, `mtp_loss` and `gradients`.
+        Of the state it reads and changes `loss`, `further` and `gradients`.
         """
         # The loss and its gradients are one op: no logits wait for a backward.
         params, sums = self._head_params(constants), self._head_tree(state.gradients)
@@ -406,12 +420,13 @@ class EmbeddingAndHead:
         reductions = self._head_tree(self.reductions)
         specs = self._head_tree(ModelTree(**self.parts.ends))
         opened = _opened(self.zero, sums, reductions, specs, self.mesh_sizes)
-        loss, added, g = loss_and_gradients(head, params, opened, inputs)
+        losses, added, g = loss_and_gradients(head, params, opened, inputs)
         embed, predictors = state.gradients.embed, state.gradients.predictors
-        mtp_loss, lookups = state.mtp_loss, []
+        further, lookups = dict(state.further), []
         if self.parts.cfg.mtp_depth:
             predicted = self._predict(state, constants, microbatch, inputs.x_BTD, params, added)
-            predictors, mtp_loss, lookups = predicted.sums, predicted.loss, predicted.lookups
+            predictors, lookups = predicted.sums, predicted.lookups
+            further["mtp_loss"] = predicted.loss
             added, g = predicted.head_sums, g + predicted.by_output
         sums = self._head_sums(sums, added, reductions)
         # The table's sums last: a tied head adds to them, and each module looked tokens up.
@@ -425,8 +440,11 @@ class EmbeddingAndHead:
         )
         # All stages of a shared vocabulary have the same loss, and losses are added up over `stage`
         # after the step. The gradient of y is a sum over the stages' rows of the vocabulary.
-        loss = state.loss + self._on_stage(loss, self.last_stage)
-        state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss, gradients=gradients)
+        losses = jax.tree.map(lambda a: self._on_stage(a, self.last_stage), losses)
+        if losses.z_loss is not None:
+            further["z_loss"] += losses.z_loss
+        loss = state.loss + losses.loss
+        state = dataclasses.replace(state, loss=loss, further=further, gradients=gradients)
         return state, self._sum(g)
 
     # ------------------------------------------------------------------ multi-token prediction
@@ -447,11 +465,14 @@ class EmbeddingAndHead:
         module before. So that norm has two gradients: by the logits, and by the next module.
         """
         head, extra = self._output_head(params), positions_and_segments(constants.batch, microbatch)
-        follow = lambda module, norm, y, embedded: self.parts.predictor(module)(
-            self.parts.norm(norm)(y), embedded, *extra
+        # a z-loss is of the next token's logits alone
+        head = head._replace(rule=dataclasses.replace(head.rule, z_loss=0.0))
+        follow = lambda number, module, norm, y, embedded: self.parts.predictor(module)(
+            self.parts.norm(norm)(y), embedded, *layer_noise(extra, number)
         )
         all_reductions, embed = self.reductions.predictors, constants.params.embed
-        loss, stream, norm = state.mtp_loss, y, params.head["norm"]
+        loss, stream, norm = state.further["mtp_loss"], y, params.head["norm"]
+        layers = self.parts.cfg.dense_layers + self.parts.cfg.layers
         # Forward through the modules, each followed at once by its loss and the gradients of that:
         # logits of one module exist at a time.
         modules: list[_Module] = []
@@ -460,15 +481,16 @@ class EmbeddingAndHead:
             norm_before, norm = norm, module.pop("norm")
             batch = {name: take(a, microbatch) for name, a in constants.batch["mtp"][d].items()}
             embedded = self._lookup(embed, batch["tokens"])
-            stream, vjp = fp8.vjp(follow, module, norm_before, stream, embedded)
+            of_module = functools.partial(follow, layers + int(d))
+            stream, vjp = fp8.vjp(of_module, module, norm_before, stream, embedded)
             # The output matrix is the head's, with the sums of all modules; the norm is the
             # module's own, whose gradient is in `added` alone.
             opened = head_sums.with_norm(jax.tree.map(jnp.zeros_like, norm))
             inputs = LossInputs(stream, batch["targets"], batch["weights"])
-            added_loss, added, by_stream = loss_and_gradients(
+            losses, added, by_stream = loss_and_gradients(
                 head, params.with_norm(norm), opened, inputs
             )
-            loss, head_sums = loss + added_loss, added.with_norm(head_sums.head["norm"])
+            loss, head_sums = loss + losses.loss, added.with_norm(head_sums.head["norm"])
             modules.append(_Module(d, batch["tokens"], vjp, by_stream, added.head["norm"]))
         # Backward from the last module to the first. `by_next` is the gradient of a module's stream
         # by the module after it, `norm_by_next` that of its norm.

@@ -3,8 +3,8 @@
     random_keys      on the host, a key for each parameter of each layer, from seed, name and layer
     initial_values   inside jit, the values from the keys; each device draws its own shards alone
 
-A name is the same for all local units, and the layer is its number in the model. So a layer has the
-same key wherever a placement puts it.
+A name is the same for all local units and forms of layers, and the layer is its number in the
+model. So a layer has the same key wherever a placement puts it, and whatever other layers are.
 """
 
 import zlib
@@ -25,10 +25,11 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
 
     # On the host: as a part of the program of the values they would take as long to compile as it.
     def keys_of(path: tuple) -> np.ndarray:
-        layers, in_unit = _layers(layout, path), path[0].key == "layers"
-        # Without the unit's number: the name is the same for all local units. crc32, as Python's
-        # own hash of a text differs between processes.
-        text = jax.tree_util.keystr((path[0], *path[2:]) if in_unit else path)
+        layers, stack = _layers(layout, path), layout.stack_of(path)
+        # Without the unit and the form. crc32, as Python's own hash of a text differs between
+        # processes.
+        in_layer = path[3:] if stack and stack.form else path[2:]
+        text = jax.tree_util.keystr((path[0], *in_layer) if stack else path)
         name = zlib.crc32(text.encode())
         keys = [
             np.random.SeedSequence([seed, name, int(layer), *use]).generate_state(2)
@@ -76,9 +77,8 @@ def initial_values(layout: ParameterLayout, keys: list[jax.Array]) -> dict:
 def _layers(layout: ParameterLayout, path: tuple) -> np.ndarray:
     """The layers of a parameter's stack, [stages, layers], −1 in unused places; [] for a parameter
     outside of stacks."""
-    if path[0].key != "layers":
-        return np.zeros((), int)
-    return layout.placement.layer_index(int(path[1].key))
+    stack = layout.stack_of(path)
+    return layout.placement.layer_index(*stack) if stack else np.zeros((), int)
 
 
 def _in_used_places(layout: ParameterLayout, path: tuple, s: Spec, value: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ class OneStep:
             # What an update reads of them is cut off before the layers run: else XLA's TPU compiler
             # copies all parameters first, and keeps both.
             params, batch = lax.optimization_barrier((self._shards(params), batch))
-        results = self.runtime.losses_and_gradients(state.read, batch)
+        results = self.runtime.losses_and_gradients(state.read, batch, step=state.step)
         with jax.named_scope("optimizer"):
             update: Callable = functools.partial(self._update, state.step)
             if layout.independent_replicas:
@@ -90,7 +90,7 @@ class OneStep:
     def gradients(self, state: TrainState, batch: dict) -> tuple[Any, Guard, StepMetrics]:
         """The first part of a step whose update is streamed: the gradients, with counts in place of
         those of routers' counts, what the updates need of all of them, and the metrics so far."""
-        results = self.runtime.losses_and_gradients(state.read, batch)
+        results = self.runtime.losses_and_gradients(state.read, batch, step=state.step)
         with jax.named_scope("optimizer"):
             guard, metrics = self._before_update(results, state.optimizer, state.step)
         return results.gradients, guard, metrics
@@ -163,7 +163,7 @@ class OneStep:
             grad_norm=norm,
             learning_rate=rate(updates_made(optimizer_state) if self.skips else step),
             weighted_tokens=losses.tokens,
-            mtp_loss=losses.mtp_loss,
+            **losses.further,
             expert_load=balance.expert_load(specs, with_counts),
             dropped=balance.dropped(specs, with_counts),
         )

@@ -5,8 +5,9 @@ A ParameterLayout answers these questions for all parameters at once, by trees s
     {"embed": …, "layers": {"0": …, "1": …}, "head": …}      and "predictors" or "first", if any
 
 "layers"[u] has local unit u of all stages, stacks with leaves [stages, layers, …]
-(schedule/placement.py). Begin with `specs`, `shapes` and `reductions`. All shardings follow from
-the reductions by ZeRO's stage (parallel/zero.py):
+(schedule/placement.py). Where layers are of several forms (config/groups/layer_kinds.py),
+"layers"[u] is {form: …} of the forms that some stage has there. Begin with `specs`, `shapes` and
+`reductions`. All shardings follow from the reductions by ZeRO's stage (parallel/zero.py):
 
     scattered   of reduced gradients, and of parameters while they are updated
     shardings   of parameters that ops read: `scattered` with ZeRO-3, else replicated over the data
@@ -33,7 +34,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxtrain.config import OptimizerConfig, PrecisionConfig, ResolvedModel
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.groups.layer_kinds import forms_of_layers
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import AXES, DATA, MODEL, REPLICA, psum
@@ -45,6 +47,13 @@ from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import ParameterArray, Reduction, Zero, reduction_of, sum_of_squares
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.update.optimizer import Optimizer, parts_of
+
+
+class StackName(NamedTuple):
+    """The stack of all layers of one form in a local unit. form: "" where all layers are of one"""
+
+    unit: int
+    form: str = ""
 
 
 class LaidOutParameter(NamedTuple):
@@ -68,12 +77,14 @@ class ParameterState(NamedTuple):
     dims:     the dimensions of the parameter that the array keeps (config/optimizers.py)
     spec:     the parameter's, of one layer
     sharding: the parameter's during its update
+    stack:    the parameter's; None outside of stacks
     """
 
     array: Any
     dims: tuple[int, ...]
     spec: Spec
     sharding: NamedSharding
+    stack: StackName | None
 
     @property
     def lead(self) -> int:
@@ -106,7 +117,8 @@ class ParameterLayout:
         independent_replicas: bool = False,
     ) -> "ParameterLayout":
         """The layout of a resolved config's model on a mesh with one stage, without ZeRO."""
-        parts, placement = build(model, mesh.shape[MODEL]), Placement(model.layers)
+        parts = build(model, mesh.shape[MODEL])
+        placement = Placement(model.layers, forms=forms_of_layers(model))
         return cls(parts, placement, mesh, 0, precision, independent_replicas)
 
     @property
@@ -133,31 +145,40 @@ class ParameterLayout:
 
     @property
     def specs(self) -> dict:
-        """A Spec for each parameter; for the stack of a local unit, the Spec of one layer."""
-        # All layers of a model have one form, so all local units have the same Specs.
-        layer = self.parts.specs["layer"]
-        return {
-            **self.parts.ends,
-            "layers": {str(unit): layer for unit in range(self.placement.units_per_stage)},
-        }
+        """A Spec for each parameter; for a stack, the Spec of one layer."""
+        layer, units = self.parts.specs["layer"], range(self.placement.units_per_stage)
+        stacks: dict[str, dict] = {str(unit): layer for unit in units}
+        if self.placement.forms:
+            stacks = {
+                str(unit): {form: layer[form] for form in self.placement.forms_of_unit(unit)}
+                for unit in units
+            }
+        return {**self.parts.ends, "layers": stacks}
+
+    @property
+    def stacks(self) -> list[StackName]:
+        """The stacks of all local units."""
+        units = range(self.placement.units_per_stage)
+        return [StackName(u, form) for u in units for form in self.placement.forms_of_unit(u)]
+
+    def stack_of(self, path: tuple) -> StackName | None:
+        """The stack of a parameter, by its path in the tree; None outside of stacks."""
+        if path[0].key != "layers":
+            return None
+        return StackName(int(path[1].key), path[2].key if self.placement.forms else "")
 
     def _map(self, fn: Callable[[Spec, tuple[int, ...], tuple[str, ...]], Any]) -> dict:
         """fn(spec, leading shape, leading axes) for all parameters."""
 
-        # Embedding, head and what else is not in `layers` have no leading dimensions.
-        def of_parameters(tree: dict, lead: tuple[int, ...], axes: tuple[str, ...]) -> dict:
-            return jax.tree.map(lambda s: fn(s, lead, axes), tree, is_leaf=is_spec)
+        stages = self.placement.stages
+        shapes = {name: (stages, self.placement.stack_size(*name)) for name in self.stacks}
 
-        specs = self.specs
-        stacks = {
-            unit: of_parameters(
-                tree,
-                (self.placement.stages, self.placement.stack_size(int(unit))),
-                ("stage", "layer"),
-            )
-            for unit, tree in specs.pop("layers").items()
-        }
-        return of_parameters(specs, (), ()) | {"layers": stacks}
+        def of_parameter(path: tuple, s: Spec) -> Any:
+            # Embedding, head and what else is not in `layers` have no leading dimensions.
+            stack = self.stack_of(path)
+            return fn(s, shapes[stack], ("stage", "layer")) if stack else fn(s, (), ())
+
+        return jax.tree_util.tree_map_with_path(of_parameter, self.specs, is_leaf=is_spec)
 
     @property
     def shapes(self) -> dict:
@@ -328,9 +349,11 @@ class ParameterLayout:
         """A pytree like the optimizer's state: of_parameter(array) for the arrays that belong to
         one parameter, of_others(abstract array) for those that all share, such as counts of
         updates."""
-        record = OPTIMIZERS[self.optimizer.name]
+        record = record_of(self.optimizer.name)
         tree: Any  # jax's type of a structure has no methods for mypy
         specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
+        paths = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_spec)
+        stacks = [self.stack_of(path) for path, _ in paths]
         shardings = tree.flatten_up_to(self.scattered)
         parts, follow, outline = parts_of(jax.eval_shape(optimizer.init, self.shapes), tree)
         # The n-th tree of the state has the n-th array of each parameter, by the record's `state`.
@@ -341,7 +364,7 @@ class ParameterLayout:
                 continue
             arrays = tree.flatten_up_to(part)
             dims = [record.state(s.shape, self.optimizer)[number] for s in specs]
-            of_each = map(ParameterState, arrays, dims, specs, shardings)
+            of_each = map(ParameterState, arrays, dims, specs, shardings, stacks)
             results.append(tree.unflatten(map(of_parameter, of_each)))
             number += 1
         return outline.unflatten(results)

@@ -97,7 +97,7 @@ class StepsTogether:
             self._part(state.optimizer, "layers"),
             self._part(state.optimizer, *self._ends),
         )
-        results = self.runtime.several_steps(state.params, stored, batch, self._rules)
+        results = self.runtime.several_steps(state.params, stored, batch, self._rules, state.step)
         after = dataclasses.replace(
             state,
             params=layout.as_held(results.updated.values),
@@ -118,8 +118,8 @@ class StepsTogether:
             learning_rate=jnp.stack([rate(count + i) for i in range(steps)]),
             weighted_tokens=losses.tokens,
             param_norm=results.norms,
-            mtp_loss=losses.mtp_loss,
             skipped=skipped,
+            **losses.further,
         )
         return after, metrics, results.accepted_steps
 

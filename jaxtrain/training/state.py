@@ -31,7 +31,7 @@ from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.models.spec import is_spec
 from jaxtrain.parallel import replicas
 from jaxtrain.training.initial_values import initial_values, random_keys
-from jaxtrain.training.parameter_layout import ParameterLayout, ParameterState
+from jaxtrain.training.parameter_layout import ParameterLayout, ParameterState, StackName
 from jaxtrain.training.update.optimizer import Optimizer
 
 # numbers the programs of with_working, whose names all processes must share
@@ -139,10 +139,11 @@ def _on_disk(
 
 
 class Stack(NamedTuple):
-    """The layers in the stack of a local unit, [stages, places, …].
+    """The layers of one form in a local unit, a stack [stages, places, …].
 
-    held:  the layers of each stage, which are at its first places
-    model: the number of layers of the model
+    held:  the layers of each stage, which are at its first places, by their numbers among the
+        model's layers of the form
+    model: the number of layers of the form in the model
     """
 
     held: tuple[range, ...]
@@ -170,46 +171,36 @@ class Stored:
 
 def stored_parameters(layout: ParameterLayout) -> dict:
     """A Stored for each parameter of one replica."""
-    shapes = jax.tree.map(lambda s: Stored(s.shape), layout.specs, is_leaf=is_spec)
-    return _in_stacks(layout, shapes)
+    stacks = _stacks(layout)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, s: Stored(s.shape, stack=stacks[layout.stack_of(path)]),
+        layout.specs,
+        is_leaf=is_spec,
+    )
 
 
-def _in_stacks(layout: ParameterLayout, stored: Any) -> Any:
-    """The Stored of parameters, or of a state of theirs, with the layers of their stacks."""
-    placement = layout.placement
-    stacks = {
-        str(unit): Stack(
-            tuple(placement.layers_of(unit, stage) for stage in range(placement.stages)),
-            placement.layers,
-        )
-        for unit in range(placement.units_per_stage)
-    }
-
-    def of_leaf(path: tuple, one: Stored) -> Stored:
-        # The optimizer's state has the parameters' tree below keys of its own.
-        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        if "layers" not in keys:
-            return one
-        return dataclasses.replace(one, stack=stacks[keys[keys.index("layers") + 1]])
-
-    return jax.tree_util.tree_map_with_path(of_leaf, stored)
-
-
-def _stored_array(one: ParameterState) -> Stored:
-    """The stored shape of an array of a parameter's optimizer state."""
-    return Stored(tuple(one.spec.shape[d] for d in one.dims) or one.array.shape[one.lead :])
+def _stacks(layout: ParameterLayout) -> dict[StackName | None, Stack | None]:
+    """The layers in each stack, and None outside of stacks."""
+    placement, stacks = layout.placement, dict[StackName | None, Stack | None]({None: None})
+    for name in layout.stacks:
+        held = tuple(placement.held(name.unit, s, name.form) for s in range(placement.stages))
+        layers = placement.forms.count(name.form) if name.form else placement.layers
+        stacks[name] = Stack(held, layers)
+    return stacks
 
 
 def stored_shapes(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
     """The shapes in a checkpoint of `TrainState.stored`: a state whose leaves are `Stored`."""
     # Anchor and momentum are stored as parameters are, so that a run with and one without
     # independent replicas can read each other's model.
-    one = stored_parameters(layout)
-    state = TrainState(
-        one,
-        _in_stacks(layout, layout.state_of(optimizer, _stored_array, lambda _: Stored(()))),
-        Stored(()),
-    )
+    one, stacks = stored_parameters(layout), _stacks(layout)
+
+    def of_parameter(one: ParameterState) -> Stored:
+        shape = tuple(one.spec.shape[d] for d in one.dims) or one.array.shape[one.lead :]
+        return Stored(shape, stack=stacks[one.stack])
+
+    moments = layout.state_of(optimizer, of_parameter, lambda _: Stored(()))
+    state = TrainState(one, moments, Stored(()))
     if not layout.independent_replicas:
         return state
     lead = (replicas.count(layout.mesh),)

@@ -1,11 +1,13 @@
 """What a restored state is, and what is said of one that cannot be restored. Round trips between
 layouts: test_manager.py; damage: test_damage.py."""
 
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from etils import epath
 from support import small
@@ -24,8 +26,13 @@ from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import expected_shapes, restore, wrong_arrays
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose
+from jaxtrain.config.groups.layer_kinds import forms_of_layers
+from jaxtrain.models.transformer import build
+from jaxtrain.schedule.placement import Placement
 from jaxtrain.training import state as state_module
+from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.step import make_step
+from jaxtrain.training.update.optimizer import Optimizer
 
 
 def test_a_restored_state_can_be_donated(saved):
@@ -217,4 +224,77 @@ def test_the_state_of_every_optimizer_on_another_mesh(tmp_path, name):
     assert (
         expected_shapes(one)
         == manifest.read_database(epath.Path(tmp_path / "second" / "1" / "state")).shapes
+    )
+
+
+# --- layers of several forms ----------------------------------------------------------------------
+
+# three forms, of which some units have one alone; a window changes no form
+FORMS = {
+    "model.layers": 7,
+    "model.pattern": ("wide", "window", "dense", "full", "dense"),
+    "model.kinds": ("wide.mlp_width=32",),
+    "model.window": 4,
+    "model.width": 16,
+    "model.heads": 2,
+    "model.mlp_width": 16,
+    "model.experts": 2,
+}
+FORM_LAYOUTS = {  # data, stages, ZeRO's stage, the stage and the layers of each unit
+    "one device": (1, 1, 0, (0,), (7,)),
+    "2 units, zero 1": (2, 2, 1, (0, 1, 0, 1), (2, 1, 3, 1)),
+    "v, zero 3": (2, 2, 3, (0, 1, 1, 0), (1, 2, 2, 2)),
+    "uneven": (1, 4, 1, (0, 1, 2, 3), (0, 3, 3, 1)),
+}
+
+
+def state_of_forms(name: str) -> tuple[ParameterLayout, Optimizer, state_module.TrainState]:
+    """A state in a layout. Its moments are its parameters, which tell layers and names apart."""
+    data, stages, zero, stage_of, sizes = FORM_LAYOUTS[name]
+    cfg = small.config((data, stages, 1), changes=FORMS)
+    forms = forms_of_layers(cfg.model)
+    placement = Placement(7, stages, 1, stage_of, sizes, forms)
+    layout = ParameterLayout(
+        build(cfg.model), placement, small.mesh_of(cfg), zero, optimizer=cfg.optimizer
+    )
+    optimizer = Optimizer(cfg.optimizer, 10, layout.specs)
+    numbers = state_module.initial_state(layout, optimizer, 0)
+    moments = jax.device_put(numbers.params, layout.scattered)
+    with_moments = optax.tree_utils.tree_set(numbers.optimizer, mu=moments, nu=moments)
+    return layout, optimizer, dataclasses.replace(numbers, optimizer=with_moments)
+
+
+def test_layers_of_several_forms_move_between_layouts(tmp_path):
+    """Initial values are those of one device, and a state that is saved on one layout is, bit for
+    bit, that of each other."""
+    states = {name: state_of_forms(name) for name in FORM_LAYOUTS}
+    one, _, first = states["one device"]
+    assert {name: len(tree) for name, tree in one.specs["layers"].items()} == {"0": 3}
+    plain = small.to_plain(one, first.params)
+    assert set(plain["layers"]) == {"wide", "window", "dense"}
+    assert plain["layers"]["wide"]["mlp"]["up"].shape == (2, 2, 16, 32)
+    for name, (layout, optimizer, numbers) in states.items():
+        got = small.to_plain(layout, numbers.params)
+        jax.tree.map(np.testing.assert_array_equal, got, plain)
+        again = small.from_plain(layout, plain)
+        assert_same(again, numbers.params)
+        saver = Checkpointer(tmp_path / name, state_module.stored_shapes(layout, optimizer))
+        assert saver.save(1, numbers.stored, {})
+        saver.close()
+    for layout, optimizer, numbers in states.values():
+        stored = state_module.stored_shapes(layout, optimizer)
+        abstract = state_module.abstract_state(layout, optimizer)
+        for name in FORM_LAYOUTS:
+            assert_same(restore(tmp_path / name, 1, abstract, stored), numbers)
+
+
+def test_a_form_has_its_own_arrays_in_a_checkpoint():
+    arrays = expected_shapes(small.config(changes=FORMS | {"optimizer.name": "adafactor"}))
+    assert arrays["params/layers/wide/attention_norm/scale"] == (2, 16)
+    assert arrays["params/layers/window/mlp/up"] == (3, 2, 16, 16)
+    assert arrays["params/layers/dense/mlp/up/weight"] == (2, 16, 16)
+    # of kinds that have equal parameters, as a model of one kind
+    equal = {"model.layers": 7, "model.pattern": ("window", "full"), "model.window": 4}
+    assert expected_shapes(small.config(changes=equal)) == expected_shapes(
+        small.config(changes={"model.layers": 7})
     )

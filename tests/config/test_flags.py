@@ -20,8 +20,8 @@ from jaxtrain import (
 )
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.errors import ConfigError, UsageError
-from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags, setting_value, settled
-from jaxtrain.config.rules.checks import field_violation
+from jaxtrain.config.flags import SHARED_FLAGS, Flag, apply, read_flags, setting_value, settled
+from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.planner.command import calibrate, main as plan
 from jaxtrain.planner.programs import compile_check
 from jaxtrain.run.exit_status import RunError
@@ -88,7 +88,7 @@ PARSED = {
 }
 # one setting of each kind
 KINDS = "mesh.stage train.seed optimizer.learning_rate mesh.elastic pipeline.remat parallel.zero"
-TUPLES = "model.nope_layers pipeline.times model.biases data.text_fields train.init_from"
+TUPLES = "model.kinds pipeline.times model.biases data.text_fields train.init_from"
 
 
 @pytest.mark.parametrize("path", f"{KINDS} {TUPLES}".split())
@@ -228,6 +228,26 @@ def test_every_command_refuses_placeholders(command):
         )
         with pytest.raises(UsageError, match=f"^--{flag.name}=YOUR_VALUE, YOUR_FOLDER are placeh"):
             settled(reading, lambda reading: None)
+
+
+def test_an_item_of_a_tuple_is_a_flag_of_its_own():
+    """The last one of a name counts, and a flag of the whole tuple replaces those before it."""
+    argv = [
+        "--config.model.kinds.lost.heads=2",
+        "--config.model.kinds=b.window=3,window.heads=2",
+        "--config.model.kinds.window.rotary_base",
+        "10000",
+        "--config.model.kinds.b.window=4",
+        "--config.model.block_settings.sizes=1,2",
+    ]
+    reading = read_flags(argv, "", COMMANDS["train"], with_config=True)
+    model = apply(cfg.Config(), reading.overrides).model
+    assert not reading.errors
+    assert model.kinds == ("b.window=4", "window.heads=2", "window.rotary_base=10000")
+    assert model.block_settings == ("sizes=1,2",)
+    (error,) = read_flags(["--config.model.kinds.a.heads"], "", (), with_config=True).errors
+    assert str(error) == "--config.model.kinds.a.heads has no value"
+    assert read_flags(["--config.model.biases.qkv=1"], "", (), with_config=True).errors
 
 
 def test_what_does_not_help_ends():

@@ -4,7 +4,7 @@ import pytest
 
 from jaxtrain import config as cfg
 from jaxtrain.config.groups.setting import Choices, Range, setting, setting_of
-from jaxtrain.config.rules.checks import field_violation
+from jaxtrain.config.rules.field_rules import field_violation
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,16 @@ def test_json_round_trip():
     assert isinstance(again.data.loss_mask, tuple)
 
 
+def test_items_of_a_dict_are_texts():
+    kinds = {"window.rotary_base": 10000, "full.biases": ("qkv", "out"), "full.sinks": True}
+    texts = ("window.rotary_base=10000", "full.biases=qkv+out", "full.sinks=true")
+    assert cfg.ModelConfig(kinds=kinds).kinds == texts
+    assert cfg.replace(Config(), {"model.kinds": kinds}).model.kinds == texts
+    assert cfg.from_dict({"model": {"kinds": kinds, "block_settings": {"state": 8}}}) == (
+        cfg.replace(Config(), {"model.kinds": texts, "model.block_settings": ("state=8",)})
+    )
+
+
 def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floats():
     config = cfg.from_dict({"optimizer": {"learning_rate": 1}})
     assert config == cfg.replace(Config(), {"optimizer.learning_rate": 1.0})

@@ -33,17 +33,22 @@ def normal(*shape, seed=1) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("norm", "biases"),
-    [("rmsnorm", ("qkv", "mlp")), ("layernorm", ("qkv", "mlp")), ("layernorm", ("norm",))],
+    ("norm", "biases", "factor"),
+    [
+        ("rmsnorm", ("qkv", "mlp"), "scale"),
+        ("rmsnorm", (), "one_plus"),
+        ("layernorm", ("qkv", "mlp"), "scale"),
+        ("layernorm", ("norm",), "one_plus"),
+    ],
 )
-def test_norm(norm, biases):
-    module = Norm(config(norm=norm, biases=biases))
+def test_norm(norm, biases, factor):
+    module = Norm(config(norm=norm, biases=biases, norm_weight=factor))
+    assert specs(module)["scale"].constant == (factor == "scale")
     params, x = weights(module), normal(3, 5, 8) * 4 + 2
     assert params.keys() == ({"scale", "bias"} if "norm" in biases else {"scale"})
     centred = x - (x.mean(-1, keepdims=True) if norm == "layernorm" else 0)
-    wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * params[
-        "scale"
-    ] + params.get("bias", 0)
+    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-3)
+    wanted = normed * (params["scale"] + (factor == "one_plus")) + params.get("bias", 0)
     np.testing.assert_allclose(binder(module)(params)(x), wanted, rtol=2e-5, atol=2e-6)
 
 
@@ -58,18 +63,23 @@ def test_norm_in_bfloat16_computes_in_float32():
 
 
 @pytest.mark.parametrize("biases", [("qkv", "out", "norm"), ("mlp",)])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu", "clamped_swiglu"])
 def test_mlp(activation, biases):
-    module = MLP(config(activation=activation, biases=biases), 0.1)
+    cfg = config(activation=activation, biases=biases, activation_limit=1.5)
+    module = MLP(cfg, 0.1)
     params, x = weights(module), normal(2, 3, 8)
     dense = lambda name, x: x @ params[name]["weight"] + params[name].get("bias", 0)
-    up = dense("up", x)
+    gelu = lambda a: a / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
+    up, gate = dense("up", x), dense("gate", x) if "gate" in params else None
+    assert (gate is None) == (activation == "gelu")
     if activation == "swiglu":
-        gate = dense("gate", x)
         hidden = gate / (1 + np.exp(-gate)) * up
+    elif activation == "clamped_swiglu":  # openai/gpt-oss, torch/model.py: swiglu
+        assert (gate > 1.5).any() and (np.abs(up) > 1.5).any()
+        gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+        hidden = gate / (1 + np.exp(-cfg.activation_alpha * gate)) * (up + 1)
     else:
-        assert "gate" not in params
-        hidden = up / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
+        hidden = gelu(up) if gate is None else gelu(gate) * up
     np.testing.assert_allclose(
         binder(module)(params)(x), dense("down", hidden), rtol=1e-4, atol=1e-5
     )

@@ -50,8 +50,19 @@ def normal(*shape, seed=1) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def silu(x):
-    return x / (1 + np.exp(-x))
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def hidden_of(cfg, up, gate):
+    """The hidden layer of gated MLPs, by the formulas of their papers."""
+    if cfg.activation == "clamped_swiglu":  # openai/gpt-oss, torch/model.py: swiglu
+        gate = np.minimum(gate, cfg.activation_limit)
+        up = np.clip(up, -cfg.activation_limit, cfg.activation_limit)
+        return gate * sigmoid(cfg.activation_alpha * gate) * (up + 1)
+    if cfg.activation == "geglu":
+        return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    return gate * sigmoid(gate) * up
 
 
 def scores_of(cfg, params, x):
@@ -82,7 +93,7 @@ def plainly(cfg, params, x):
     )
 
     def expert(v, up, gate, down):
-        return (silu(v @ gate) * (v @ up)) @ down
+        return hidden_of(cfg, v @ up, v @ gate) @ down
 
     for b in range(B):
         taken = np.zeros(cfg.experts)
@@ -104,7 +115,9 @@ def plainly(cfg, params, x):
                         x[b, t], *(params[k][e] for k in ("up", "gate", "down"))
                     )
             if cfg.shared_experts:
-                y[b, t] += expert(x[b, t], *(params[f"shared_{k}"] for k in ("up", "gate", "down")))
+                weight = sigmoid(x[b, t] @ params["shared_weight"]) if cfg.shared_gate else 1
+                shared = (params[f"shared_{k}"] for k in ("up", "gate", "down"))
+                y[b, t] += weight * expert(x[b, t], *shared)
     return y, load, dropped
 
 
@@ -116,6 +129,14 @@ CASES = {
     "no bias": {"router_bias": False, "capacity_factor": 0.75},
     "a bias of the logits": {"biases": ("router",)},
     "sigmoids": {"router": "sigmoid", "router_scale": 2.5, "shared_experts": 2},
+    "a gate of the shared experts": {
+        "shared_experts": 1,
+        "shared_gate": True,
+        "activation": "clamped_swiglu",
+        "activation_limit": 0.5,
+        "activation_alpha": 1.3,
+    },
+    "gated GELUs": {"activation": "geglu", "shared_experts": 1},
     "two best of a group": {
         "experts": 12,
         "router_groups": 4,
@@ -189,8 +210,9 @@ def test_against_a_loop_over_tokens(name):
     [
         {"z_loss": 0.1, "biases": ("router",)},
         {"capacity_factor": 0.75, "shared_experts": 1, "router": "sigmoid"},
+        {"shared_experts": 1, "shared_gate": True},
     ],
-    ids=["dropless", "capacity"],
+    ids=["dropless", "capacity", "shared gate"],
 )
 def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
     cfg, layer, params = made(**fields)
@@ -220,7 +242,8 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
         )
         y = (every * gates[..., None]).sum(2)
         if cfg.shared_experts:
-            y += expert(x, *(params[f"shared_{k}"] for k in ("up", "gate", "down")))
+            shared = expert(x, *(params[f"shared_{k}"] for k in ("up", "gate", "down")))
+            y += shared * (jax.nn.sigmoid(x @ params["shared_weight"]) if cfg.shared_gate else 1)
         return (y * g).sum() + cfg.z_loss * (jax.nn.logsumexp(logits, -1) ** 2).sum() / T / ROWS
 
     expected = jax.jit(jax.grad(dense, (0, 1)))(params, x)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ROOT, small
+from support import ROOT, model_formulas, small
 
 from jaxtrain.models import transformer
 
@@ -56,11 +56,63 @@ GPT2 = {
     "model.biases": ("qkv", "out", "mlp", "norm"),
 }
 FORMS = {"llama": {}, "gpt2": GPT2 | {"model.tied_embeddings": True}}
+# settings of layers and head, every pair of a norm's place, a norm of queries and an activation
+PARTS = {
+    "gemma 2": {
+        "model.norm_weight": "one_plus",
+        "model.norm_place": "both",
+        "model.activation": "geglu",
+        "model.embedding_scale": 5.6,
+        "model.logit_softcap": 3.0,
+        "model.tied_embeddings": True,
+    },
+    "olmo 2": {
+        "model.norm_place": "after",
+        "model.qk_norm": True,
+        "model.qk_norm_over": "projection",
+        "model.kv_heads": 2,
+    },
+    "cohere": {
+        "model.parallel_block": True,
+        "model.norm": "layernorm",
+        "model.biases": ("norm",),
+        "model.logit_scale": 0.3,
+        "model.tied_embeddings": True,
+    },
+    "gated attention": {
+        "model.attention_gate": True,
+        "model.norm_weight": "one_plus",
+        "model.qk_norm": True,
+        "model.kv_heads": 4,
+        "model.biases": ("qkv",),
+    },
+    "clamped": {
+        "model.activation": "clamped_swiglu",
+        "model.activation_limit": 0.5,
+        "model.norm_place": "both",
+        "model.qk_norm": True,
+        "model.qk_norm_over": "projection",
+        "model.attention_gate": True,
+        "model.logit_scale": 2.0,
+        "model.logit_softcap": 5.0,
+        "model.biases": ("qkv", "out", "mlp"),
+    },
+    "parallel, GELU": {
+        "model.parallel_block": True,
+        "model.activation": "gelu",
+        "model.norm_weight": "one_plus",
+        "model.embedding_scale": 0.5,
+    },
+}
 
 
 def model(form: str, shards: int = 1):
     """(parts, parameters, tokens), the vocabulary padded for so many shards."""
-    cfg = small.config(changes=FORMS[form] | {"model.init_std": 0.3}).model
+    return made(FORMS[form], shards)
+
+
+def made(changes: dict, shards: int = 1):
+    cfg = small.config(changes=changes | {"model.init_std": 0.3}).model
     parts = transformer.build(cfg, shards)
     random = np.random.default_rng(0)
 
@@ -91,6 +143,43 @@ def test_a_token_sees_the_past_alone(form):
     before, after = run(tokens), run(changed)
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     assert np.abs(before[:, 9:] - after[:, 9:]).max(-1).min() > 1e-4
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_model_by_its_papers_formulas(name):
+    """Logits, and gradients of all parameters."""
+    parts, params, tokens = made(
+        PARTS[name] | {"model.positions": "none", "model.layers": 2}, shards=8
+    )
+    g = small.normal(1, 2, 16, 61)
+
+    def summed(logits, params):
+        result = logits(params)[..., :61]
+        return (result * g).sum(), result
+
+    ours = lambda params: transformer.logits(parts, params, tokens)
+    formulas = lambda params: model_formulas.logits(parts.cfg, params, tokens)
+    (_, got), gradients = jax.jit(jax.value_and_grad(lambda p: summed(ours, p), has_aux=True))(
+        params
+    )
+    (_, expected), theirs = jax.jit(
+        jax.value_and_grad(lambda p: summed(formulas, p), has_aux=True)
+    )(params)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(theirs), strict=True
+    ):
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=1e-5 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def test_scaled_embeddings_round_their_factor_first():
+    """As Gemma's published code: a product of bfloat16 numbers."""
+    parts, params, tokens = made({"model.embedding_scale": 5.657})
+    got = parts.embedder(params["embed"])(tokens, np.arange(16)[None], jnp.bfloat16)
+    rows = params["embed"]["table"].astype(jnp.bfloat16)[tokens]
+    np.testing.assert_array_equal(got, rows * jnp.asarray(5.657, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("form", FORMS)

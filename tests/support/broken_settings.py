@@ -528,13 +528,82 @@ RULES = [
         "pairs of numbers: it must be even and at most as large: use --config.model.rotary_dim=16",
     ),
     (
-        {"model.nope_layers": (3, 8)},
-        "model.nope_layers=(3, 8) names a layer beyond the last of 8, 7: use "
-        "--config.model.nope_layers=3",
+        {"model.pattern": ("windw", "full"), "model.window": 4},
+        "model.pattern=('windw', 'full') has kind 'windw', which is neither of window, full, nope, "
+        "dense, block, mixer nor of model.kinds: use --config.model.pattern=window,full",
     ),
     (
-        {"model.nope_layers": (0, 3, 3)},
-        "model.nope_layers=(0, 3, 3) names a layer twice: use --config.model.nope_layers=0,3",
+        {"model.pattern": ("window", "full")},
+        "model.window=0 is no window, and model.pattern has layers with one: use "
+        "--config.model.window=1024",
+    ),
+    (
+        {"model.pattern": 3 * ("nope", "full", "full")},
+        "model.pattern=('nope', 'full', 'full', 'nope', 'full', 'full', 'nope', 'full', 'full') "
+        "names 9 layers, and the model has 8: use "
+        "--config.model.pattern=nope,full,full,nope,full,full,nope,full",
+    ),
+    (
+        {"model.kinds": ("full.window=4", "full.rotary_bose=3")},
+        "model.kinds=('full.window=4', 'full.rotary_bose=3') has 'full.rotary_bose=3', and "
+        "model.rotary_bose is an unknown setting: use "
+        "--config.model.kinds=full.window=4,full.rotary_base=3",
+    ),
+    (
+        {"model.kinds": ("full.window",)},
+        "model.kinds=('full.window',) has 'full.window', which is not KIND.SETTING=VALUE: use "
+        "--config.model.kinds=",
+    ),
+    (
+        {"model.kinds": ("full.layers=3",)},
+        "model.kinds=('full.layers=3',) has 'full.layers=3', and model.layers is a setting of the "
+        "whole model: use --config.model.kinds=",
+    ),
+    (
+        {"model.kinds": ("full.heads=2.5",)},
+        "model.kinds=('full.heads=2.5',) has 'full.heads=2.5', and model.heads=2.5 is not an "
+        "integer: use --config.model.kinds=full.heads=2",
+    ),
+    (
+        {"model.kinds": ("full.sinks=2",)},
+        "model.kinds=('full.sinks=2',) has 'full.sinks=2', and model.sinks=2 is not a boolean "
+        "(true or false): use --config.model.kinds=full.sinks=true",
+    ),
+    (
+        {"model.kinds": ("full.biases=qkv+oud",)},
+        "model.kinds=('full.biases=qkv+oud',) has 'full.biases=qkv+oud', and model.biases=('qkv', "
+        "'oud') names 'oud', which is none of qkv, out, mlp, router, norm, experts: use "
+        "--config.model.kinds=full.biases=qkv+out",
+    ),
+    (
+        {"model.kinds": ("full.block_settings=3",)},
+        "model.kinds=('full.block_settings=3',) has 'full.block_settings=3', which is not "
+        "KIND.block_settings.NAME=VALUE: use --config.model.kinds=",
+    ),
+    (
+        {"model.kinds": ("full.heads.x=3",)},
+        "model.kinds=('full.heads.x=3',) has 'full.heads.x=3', and model.heads has no settings: "
+        "use --config.model.kinds=",
+    ),
+    (  # of the layers of one kind
+        {"model.kinds": ("wide.head_dim=7",), "model.pattern": ("wide", "full")},
+        "model.kinds=('wide.head_dim=7',) makes model.head_dim=7, which makes heads of 7, and "
+        "rotary positions rotate pairs of numbers: it must be even (in layers of kind wide): use "
+        "--config.model.kinds=wide.head_dim=8",
+    ),
+    (  # of a setting that the kind has from the model
+        {"model.kinds": ("few.heads=2",), "model.pattern": ("few", "full")},
+        "model.kv_heads=4 does not divide model.heads=2 (in layers of kind few): use "
+        "--config.model.kv_heads=2 (or 1)",
+    ),
+    (
+        {
+            "model.kinds": ("moe.experts=8", "moe.experts_per_token=9"),
+            "model.pattern": ("moe", "full"),
+        },
+        "model.kinds=('moe.experts=8', 'moe.experts_per_token=9') makes model.experts_per_token=9, "
+        "which is more than model.experts=8 (in layers of kind moe): use "
+        "--config.model.kinds=moe.experts=8,moe.experts_per_token=8",
     ),
     (
         {"model.rope_scaling": "dynamic"},

@@ -2,7 +2,7 @@
 between layouts.
 
 "Plain" parameters are {"embed", "layers", "head", "predictors" if any} of numpy arrays, unpadded,
-with the layers in order: leaves [L, ...].
+with the layers in order: leaves [L, ...], or {form: leaves [layers of the form, ...]}.
 """
 
 import dataclasses
@@ -141,25 +141,29 @@ def to_plain(layout: ParameterLayout, tree: dict) -> dict:
     """Parameters (or anything shaped like them) in a layout → plain. Fails unless all padding is
     exactly zero."""
     tree, placement = jax.tree.map(np.asarray, tree), layout.placement
-    rows = {}
-    for c in range(placement.units_per_stage):
-        for place, layer in np.ndenumerate(placement.layer_index(c)):
-            row = jax.tree.map(lambda a, place=place: a[place], tree["layers"][str(c)])
+    rows = {form: {} for form in dict.fromkeys(placement.forms or ("",))}
+    for c, form in layout.stacks:
+        stack = tree["layers"][str(c)][form] if form else tree["layers"][str(c)]
+        for place, layer in np.ndenumerate(placement.layer_index(c, form)):
+            row = jax.tree.map(lambda a, place=place: a[place], stack)
             if layer >= 0:
-                rows[int(layer)] = row
+                rows[form][int(layer)] = row
             else:
                 assert not any(a.any() for a in jax.tree.leaves(row)), (
                     f"the unused row {place} of chunk {c} is not zero"
                 )
+    assert sum(map(len, rows.values())) == placement.layers
 
     def cut(spec, a):
         assert not a[spec.shape[0] :].any(), f"rows of padding of {spec} are not zero"
         return a[: spec.shape[0]]
 
     plain = {k: jax.tree.map(cut, specs, tree[k]) for k, specs in layout.parts.ends.items()}
-    plain["layers"] = jax.tree.map(
-        lambda *a: np.stack(a), *(rows[i] for i in range(placement.layers))
-    )
+    layers = {
+        form: jax.tree.map(lambda *a: np.stack(a), *(of_form[i] for i in sorted(of_form)))
+        for form, of_form in rows.items()
+    }
+    plain["layers"] = layers.get("", layers)
     return plain
 
 
@@ -167,18 +171,24 @@ def from_plain(layout: ParameterLayout, plain: dict) -> dict:
     """Plain parameters, in a layout and on its mesh."""
     placement = layout.placement
 
-    def stack(chunk, leaf):
-        index = placement.layer_index(chunk)
+    def stack(chunk, form, leaf):
+        index = placement.layer_index(chunk, form)
+        if form:  # by their numbers among the form's layers
+            of_form = np.cumsum([each == form for each in placement.forms]) - 1
+            index = np.where(index >= 0, of_form[index], -1)
         return np.where((index >= 0).reshape(*index.shape, *[1] * (leaf.ndim - 1)), leaf[index], 0)
 
     def pad(spec, a):
         return np.pad(a, [(0, full - n) for full, n in zip(spec.padded, a.shape, strict=True)])
 
     arrays = {k: jax.tree.map(pad, specs, plain[k]) for k, specs in layout.parts.ends.items()}
-    arrays["layers"] = {
-        str(c): jax.tree.map(lambda a, c=c: stack(c, a), plain["layers"])
-        for c in range(placement.units_per_stage)
-    }
+    arrays["layers"] = {}
+    for c, form in layout.stacks:
+        of_form = plain["layers"][form] if form else plain["layers"]
+        stacks = jax.tree.map(lambda a, c=c, form=form: stack(c, form, a), of_form)
+        arrays["layers"][str(c)] = (
+            {**arrays["layers"].get(str(c), {}), form: stacks} if form else stacks
+        )
     return jax.device_put(arrays, layout.shardings)
 
 

@@ -26,6 +26,15 @@ YARN = {
     "model.rope_beta_slow": 0.1,
 }
 EARLY = {"pipeline.permute": "early"}
+PROJECTION = {"model.qk_norm": True, "model.qk_norm_over": "projection"}
+GEMMA = {
+    "model.norm_place": "both",
+    "model.norm_weight": "one_plus",
+    "model.activation": "geglu",
+    "model.embedding_scale": 5.6,
+    "model.logit_softcap": 2.0,
+}
+COHERE = {"model.norm": "layernorm", "model.parallel_block": True, "model.logit_scale": 0.5}
 
 VARIANTS = {
     "gpt2 form": Case(
@@ -79,6 +88,38 @@ VARIANTS = {
             "model.biases": ("qkv", "out"),
         },
     ),
+    "norms before and after, tied, chunks of the loss, in B and W": Case(
+        (2, 2, 2),
+        "zb_h1",
+        microbatches=2,
+        changes={"data.batch_size": 8, "pipeline.remat": "none", "model.loss_chunk": 4}
+        | {"parallel.zero": 0, "model.layers": 3, "model.attention_gate": True}
+        | {"model.kv_heads": 2, **GEMMA, **TIED, **PROJECTION},
+    ),
+    "norms after, two devices to a key/value head": Case(
+        (1, 2, 4),
+        "zb_v",
+        2,
+        2,
+        changes={"data.batch_size": 4, "pipeline.remat": "selective", "model.kv_heads": 2}
+        | {"model.norm_place": "after", "model.activation": "clamped_swiglu"}
+        | {"model.activation_limit": 0.1, **PROJECTION},
+    ),
+    "a parallel block, zero 3, split vocabulary": Case(
+        (2, 2, 2),
+        "interleaved",
+        2,
+        2,
+        changes={"data.batch_size": 8, "parallel.zero": 3, "pipeline.vocabulary": "parallel"}
+        | {"model.attention_gate": True, "model.positions": "learned"}
+        | {"model.embedding_scale": 3.0, **COHERE},
+    ),
+    "two devices to a key/value head, gated": Case(
+        (2, 1, 4),
+        changes={"data.batch_size": 8, "model.layers": 2, "model.kv_heads": 2}
+        | {"parallel.zero": 3, "model.attention_gate": True, "model.norm_place": "after"}
+        | {"model.biases": ("qkv", "out"), "model.norm_weight": "one_plus", **PROJECTION},
+    ),
     "four devices to a key/value head, gpt2 form": Case(
         (1, 1, 8), changes={"data.batch_size": 4} | GPT2 | {"model.kv_heads": 2, "model.layers": 2}
     ),
@@ -122,6 +163,7 @@ LONG = (  # what is tested of them is elsewhere, too
     "nothing sharded over data",
     "one key/value head a device, chunks of the loss, tied",
     "two devices to a key/value head, in B and W",
+    "two devices to a key/value head, gated",
 )
 
 

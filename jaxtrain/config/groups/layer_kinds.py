@@ -11,7 +11,8 @@ the result. Kinds whose layers have equal parameters are of one form, and lie in
 
 import dataclasses
 import functools
-from typing import Any, TypeVar
+import re
+from typing import Any, NamedTuple, TypeVar, cast
 
 from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel
 
@@ -40,7 +41,11 @@ SHAPELESS = frozenset(
     "dropout_attention norm_epsilon router_scale router_normalize balance_loss z_loss".split()
 )
 # Settings that are filled in by another one: they follow where only that one is changed.
-_FOLLOWS = {"head_dim": ("rotary_dim", "value_head_dim"), "mlp_width": ("expert_width",)}
+_FOLLOWS = {
+    "heads": ("kv_heads",),
+    "head_dim": ("rotary_dim", "value_head_dim"),
+    "mlp_width": ("expert_width",),
+}
 Model = TypeVar("Model", bound=ModelConfig)
 
 
@@ -60,6 +65,11 @@ def kind_names(model: ModelConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stacked_kinds(model)))
 
 
+def models_of_kinds(model: Model) -> list[Model]:
+    """The model of the layers of each kind, those of the dense layers first."""
+    return [of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model))]
+
+
 @functools.lru_cache(2**10)
 def of_kind(model: Model, kind: str) -> Model:
     """The model of the layers of one kind: without a pattern, and with the kind's settings.
@@ -74,7 +84,7 @@ def of_kind(model: Model, kind: str) -> Model:
     """
     if not kind and not model.pattern:
         return model
-    changes: dict[str, Any] = {**BUILTIN.get(kind, {}), **_changes(model, kind)}
+    changes = changes_of_kind(model, kind)
     if kind not in BUILTIN and kind not in kinds_with_settings(model):
         raise ValueError(f"kind {kind!r} is neither of {', '.join(BUILTIN)} nor in model.kinds")
     if isinstance(model, ResolvedModel):
@@ -82,7 +92,10 @@ def of_kind(model: Model, kind: str) -> Model:
             for other in followers:
                 if name in changes and getattr(model, other) == getattr(model, name):
                     changes.setdefault(other, changes[name])
-    return dataclasses.replace(model, pattern=(), kinds=(), **changes)
+    changed = dataclasses.replace(model, pattern=(), kinds=(), **changes)
+    # defaults that only layers of this kind have, such as the width of experts
+    is_resolved = isinstance(model, ResolvedModel)
+    return cast(Model, changed.resolve(model.max_positions)) if is_resolved else changed
 
 
 def kinds_with_settings(model: ModelConfig) -> frozenset[str]:
@@ -103,33 +116,61 @@ def forms_of_kinds(model: ModelConfig) -> dict[str, str]:
     return forms if len(first) > 1 else dict.fromkeys(forms, "")
 
 
-def _changes(model: ModelConfig, kind: str) -> dict[str, Any]:
-    """The settings of a kind in `model.kinds`."""
-    types = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name not in OF_MODEL}
-    changes: dict[str, Any] = {}
-    for entry in model.kinds:
-        path, equals, text = entry.partition("=")
-        name, _, setting = path.partition(".")
-        setting, _, argument = setting.partition(".")
-        if not equals or setting not in types or bool(argument) != (setting == "block_settings"):
-            raise ValueError(f"{entry!r} is not KIND.SETTING=VALUE, with a setting of a layer")
-        if name == kind:
-            if argument:  # KIND.block_settings.NAME=VALUE
-                changes[setting] = (*changes.get(setting, ()), f"{argument}={text}")
-            else:
-                changes[setting] = _value(entry, text, types[setting].default)
+def forms_of_layers(model: ModelConfig) -> tuple[str, ...]:
+    """The form of each of `model.layers`; () where all are of one."""
+    forms = forms_of_kinds(model)
+    return tuple(forms[kind] for kind in stacked_kinds(model)) if any(forms.values()) else ()
+
+
+def has_dropout(model: ModelConfig) -> bool:
+    """True if training drops numbers of the embeddings, or in layers of any kind."""
+    rates = (m.dropout_residual + m.dropout_attention for m in models_of_kinds(model))
+    return model.dropout_embedding + max(rates) > 0
+
+
+class KindEntry(NamedTuple):
+    """An item of `model.kinds`, KIND.SETTING=TEXT, or KIND.block_settings.ARGUMENT=TEXT."""
+
+    kind: str
+    setting: str
+    argument: str
+    text: str
+
+    @property
+    def value(self) -> Any:
+        """The text's value, of the type of the setting's default. Raises ValueError for a text of
+        another type."""
+        default = _DEFAULTS[self.setting]
+        if isinstance(default, bool) and self.text.lower() in ("true", "false"):
+            return self.text.lower() == "true"
+        if isinstance(default, tuple):
+            return tuple(part for part in re.split("[+,]", self.text) if part)
+        if isinstance(default, int) and (number := float(self.text)).is_integer():
+            return int(number)
+        return self.text if isinstance(default, str) else float(self.text)
+
+
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
+
+
+def parse_entry(entry: str) -> KindEntry | None:
+    """The parts of an item of `model.kinds`; None if it is no KIND.SETTING=VALUE."""
+    path, equals, text = entry.partition("=")
+    kind, _, setting = path.partition(".")
+    setting, _, argument = setting.partition(".")
+    return KindEntry(kind, setting, argument, text) if equals and kind and setting else None
+
+
+def changes_of_kind(model: ModelConfig, kind: str) -> dict[str, Any]:
+    """Setting → its value in layers of a kind, where it is not the model's; of a model whose
+    `kinds` have the form and the types that the rules ask for (rules/kind_rules.py)."""
+    changes: dict[str, Any] = dict(BUILTIN.get(kind, {}))
+    arguments: dict[str, str] = {}
+    for one in filter(None, map(parse_entry, model.kinds)):
+        if one.kind == kind and one.argument:
+            arguments[one.argument] = f"{one.argument}={one.text}"
+        elif one.kind == kind:
+            changes[one.setting] = one.value
+    if arguments:
+        changes["block_settings"] = tuple(arguments.values())
     return changes
-
-
-def _value(entry: str, text: str, default: Any) -> Any:
-    """The value of a text, of the type of the setting's default."""
-    if isinstance(default, bool):
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{entry!r} has no boolean (true or false)")
-        return text.lower() == "true"
-    if isinstance(default, tuple):
-        return tuple(part for part in text.split("+") if part)
-    try:
-        return int(float(text)) if isinstance(default, int) else type(default)(text)
-    except ValueError:
-        raise ValueError(f"{entry!r} has no number") from None

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxtrain.config.groups.setting import Choices, Range, as_type, setting
+from jaxtrain.config.groups.setting import Choices, Range, as_entries, as_type, setting
 
 # parts of a model that may have biases
 BIASED = ("qkv", "out", "mlp", "router", "norm", "experts")
@@ -24,8 +24,9 @@ class ModelConfig:
     )
     kinds: tuple[str, ...] = setting(
         (),
-        "settings of layers of one kind, each as KIND.SETTING=VALUE: window.rotary_base=10000; a "
-        "kind of another name than those of model.pattern has the model's settings but for these",
+        "settings of layers of one kind, each as KIND.SETTING=VALUE, or as a flag of its own: "
+        "--config.model.kinds.window.rotary_base=10000; a kind of another name than those of "
+        "model.pattern has the model's settings but for these",
     )
     window: int = setting(
         0,
@@ -336,6 +337,16 @@ class ModelConfig:
         2048, "tokens per device whose logits are in memory at the same time", Range(at_least=1)
     )
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether an MLP has a matrix for its gate, three in all."""
+        return self.activation != "gelu"
+
+    def __post_init__(self) -> None:
+        # from Python a dict is more convenient: {"window.rotary_base": 10000}
+        for name in ("kinds", "block_settings"):
+            object.__setattr__(self, name, as_entries(getattr(self, name)))
+
     def resolve(self, sequence_length: int) -> "ResolvedModel":
         """This model with its dependent defaults filled in, and biases in the order of BIASED. The
         settings of latent attention become 0 for grouped-query attention, and rotary_dim becomes 0
@@ -343,7 +354,8 @@ class ModelConfig:
 
         sequence_length: of the training, in tokens
         """
-        latent = self.attention == "mla"
+        # where layers of some kind have it, of_kind (layer_kinds.py) needs its settings
+        latent = self.attention == "mla" or any(k.endswith(".attention=mla") for k in self.kinds)
         head_dim = self.head_dim or self.width // self.heads
         mlp_width = self.mlp_width or 4 * self.width
         normalizes = self.router_normalize

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from jaxtrain.config.errors import value_text
+
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
 
 
@@ -13,12 +15,14 @@ class Choices:
 
     names:   in the order of help; (): any
     prefix:  texts that begin with this are allowed besides them; "": none
+    own:     code of one's own is allowed besides them, FILE.py:NAME or MODULE:NAME (own_code.py)
     counted: the names that a colon and a whole number may follow, such as full:2
     refused: further names that a user may know, each with the reason why it is no choice
     """
 
     names: tuple = ()
     prefix: str = ""
+    own: bool = False
     counted: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -72,6 +76,28 @@ def setting(default: Any, doc: str, allowed: Choices | Range | None = None) -> A
 def setting_of(field: dataclasses.Field) -> SettingRecord:
     """The record of a field that `setting` has made."""
     return field.metadata["setting"]
+
+
+# --- entries --------------------------------------------------------------------------------------
+
+
+def as_entries(value: Any) -> Any:
+    """The items NAME=VALUE of a dict, a tuple of texts; any other value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    return tuple(f"{name}={entry_text(one)}" for name, one in value.items())
+
+
+def entry_text(value: Any) -> str:
+    """A value in an item NAME=VALUE. The items of a tuple have a + between them."""
+    many = isinstance(value, tuple | list)
+    return "+".join(map(value_text, value)) if many else value_text(value)
+
+
+def with_entry(entries: tuple[str, ...], name: str, text: str) -> tuple[str, ...]:
+    """Items NAME=VALUE with this one, behind the others or in the place of one of its name."""
+    by_name = {entry.partition("=")[0]: entry for entry in entries}
+    return tuple((by_name | {name: f"{name}={text}"}).values())
 
 
 # --- records --------------------------------------------------------------------------------------

@@ -12,34 +12,29 @@ same. No jax.
 """
 
 import dataclasses
-import difflib
 import itertools
-import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, MeshedConfig, StoredConfig
-from jaxtrain.config.groups.setting import Choices
-from jaxtrain.config.rules import mesh_rules, model_rules, resume
+from jaxtrain.config.rules import kind_rules, mesh_rules, model_rules, resume
 from jaxtrain.config.rules.all_rules import OF_OUR_PRODUCTS, RULES
-from jaxtrain.config.rules.rules import (
-    SettingChanges,
-    SettingsRule,
-    Violation,
-    groups_of,
-    near,
-    values_for,
-    violations,
-)
+from jaxtrain.config.rules.field_rules import TRAINED, field_violation
+from jaxtrain.config.rules.kind_rules import violations
+from jaxtrain.config.rules.rules import SettingChanges, SettingsRule, Violation, groups_of
 
 MOST_CONFIGS = 4_000  # looked at, some 50 µs each
 MOST_FIXES = 24  # of a rule
 MOST_COMBINED = 7  # fixes, where no config is known to work
-# Settings that decide what is trained; those of `model` and `data` that do not; and those that no
-# other value can stand for.
-TRAINED = ("model.", "data.", "optimizer.", "precision.", "train.steps", "train.diloco_inner_steps")
+# Settings of `model` and `data` that do not decide what is trained, and those that no other value
+# can stand for.
 UNTRAINED = ("model.attention_", "model.loss_chunk", "data.cache", "data.prefetch")
+# The rules of a model as it is read, the first ones: the others may rely on them.
+OF_MODELS = (
+    kind_rules.kinds_are_known,
+    model_rules.head_size_is_whole,
+    model_rules.dense_layers_come_before_experts,
+)
 NAMED = ("data.source", "data.tokenizer", "train.init_from")
 
 
@@ -113,7 +108,8 @@ def _violations(
         if violation := field_violation(path, value, of_recipe):
             yield violation
     yield from mesh_rules.axes_have_sizes(config.mesh)
-    yield from model_rules.head_size_is_whole(config.model)
+    for of_model in OF_MODELS:
+        yield from of_model(config.model)
     sized = mesh_rules.filled(config, environment.devices)
     complete = sized.fill()
     for rule in RULES:
@@ -135,95 +131,13 @@ def model_violation(config: Config) -> Violation | None:
             violation := field_violation(path, cfg.get(config, path), cfg.fields()[path].default)
         ):
             return violation
-    if violation := next(model_rules.head_size_is_whole(config.model), None):
-        return violation
+    for rule in OF_MODELS:
+        if violation := next(rule(config.model), None):
+            return violation
     complete = config.fill()
     of_models = (rule for rule in RULES if groups_of(rule)[0] == "model")
     broken = (violation for rule in of_models for violation in violations(rule, complete))
     return next((each for each in broken if each.field.startswith("model.")), None)
-
-
-# --- a setting on its own -------------------------------------------------------------------------
-
-
-def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
-    """The first fault of a value whatever the other settings are: its type, choices and bounds,
-    which stand at its field. of_recipe: the recipe's value, tried as a fix."""
-    field = cfg.fields()[path]
-    usual = [of_recipe, field.default]
-    try:
-        cfg.convert(path, value)
-    except ConfigError as error:
-        others = [] if path.startswith(TRAINED) else values_for(path, usual)
-        return Violation(path, error.rule, [*error.fixes, *others])
-    if isinstance(value, str) and "\0" in value:  # recipes may have one, and no path can
-        return Violation(path, "holds a NUL character", values_for(path, usual))
-    setting = cfg.setting_of(field)
-    names = setting.choices.names
-    if names and isinstance(value, tuple):
-        for name in value:
-            if name not in names:
-                return _unknown_name(path, value, name, names)
-    elif names:
-        return None if cfg.is_choice(path, value) else _wrong_choice(path, value, setting.choices)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return _out_of_bounds(path, value, usual)
-    if cfg.item_type(field.type) in (int, float):
-        if all(v <= cfg.LARGEST_INT and setting.bounds.admit(v) for v in value):
-            return None
-        least = "that is not above 0" if setting.bounds.above == 0 else "below 0"
-        rule = f"has a number {least} or above {cfg.LARGEST_INT}"
-        return Violation(path, rule, [{path: field.default}])
-    if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
-        distinct = tuple(dict.fromkeys(v for v in value if v))
-        rule = "has an empty or repeated name"
-        return Violation(path, rule, values_for(path, [distinct, field.default]))
-    return None
-
-
-def _wrong_choice(path: str, value: Any, choices: Choices) -> Violation:
-    if not isinstance(value, str):
-        words = [repr(choice) for choice in choices.names]
-        rule = f"is not built: the choices are {', '.join(words[:-1])} or {words[-1]}"
-        return Violation(path, rule, values_for(path, near(value, choices.names)))
-    name, colon, _ = value.partition(":")
-    if colon and name in choices.counted:
-        rule = f"needs a whole number from 0 to {cfg.LARGEST_INT} behind its colon"
-        return Violation(path, rule, values_for(path, [f"{name}:1", name]))
-    names = choices.names
-    if reason := choices.refused.get(value):
-        return Violation(path, reason, values_for(path, names), len(names))
-    close = difflib.get_close_matches(value, names, n=len(names), cutoff=0.75)
-    show = 1 if close else len(names)
-    return Violation(path, "is unknown", values_for(path, close or names), show)
-
-
-def _unknown_name(path: str, value: tuple, name: str, choices: tuple) -> Violation:
-    """A tuple's item that is none of the choices. The fixes: the closest choice in its place, or
-    the tuple without it."""
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.65)
-    fixed = (other for item in value for other in (close if item == name else [item]))
-    rule = f"names {cfg.shown(name)}, which is none of {', '.join(choices)}"
-    return Violation(path, rule, [{path: tuple(dict.fromkeys(fixed))}])
-
-
-def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | None:
-    field = cfg.fields()[path]
-    kind: Any = field.type
-    bounds = cfg.setting_of(field).bounds
-    if kind is int and abs(value) > cfg.LARGEST_INT:
-        values = [*usual, cfg.LARGEST_INT]
-        if not path.startswith(("model.", "data.", "mesh.", "pipeline.")):
-            values.reverse()  # nobody wants the largest size, but perhaps as many steps
-        return Violation(path, f"is larger than {cfg.LARGEST_INT}", values_for(path, values))
-    if not math.isfinite(value):
-        return Violation(path, "is not a finite number", [{path: field.default}])
-    if bounds.admit(value):
-        return None
-    known = [bounds.at_least, bounds.at_most, *usual]
-    ends = [kind(end) for end in known if isinstance(end, int | float)]
-    ends.sort(key=lambda end: abs(end - value))
-    return Violation(path, f"must be {bounds}", values_for(path, ends))
 
 
 # --- suggestions ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from jaxtrain.config import (
     Config,
     DataConfig,
+    FilledConfig,
     MeshConfig,
     MeshedConfig,
     ParallelConfig,
@@ -24,6 +25,7 @@ from jaxtrain.config import (
     get,
     replace,
 )
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.rules.rules import SettingChanges, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
@@ -266,19 +268,26 @@ def context_axis_divides(
             f"cuts heads, and {over} does not divide {path}={number}",
             [{"parallel.context": "all_gather"}, *values_for("mesh.context", smaller)],
         )
+    if parallel.context == "ring" and model.dropout_attention:
+        yield Violation(
+            "parallel.context",
+            f"drops no weights of attention, and model.dropout_attention={model.dropout_attention}",
+            [{"parallel.context": "all_gather"}, {"model.dropout_attention": 0.0}],
+        )
+
+
+def expert_axis_has_experts(mesh: MeshConfig, config: FilledConfig) -> Iterator[Violation]:
+    if mesh.expert > 1 and not any(each.experts for each in models_of_kinds(config.model)):
+        yield Violation(
+            "mesh.expert",
+            "splits experts, and model.experts=0",
+            [{"mesh.expert": 1}, {"model.experts": mesh.expert}],
+        )
 
 
 def expert_axis_divides(mesh: MeshConfig, model: ResolvedModel) -> Iterator[Violation]:
     size, experts = mesh.expert, model.experts
-    if size <= 1:
-        return
-    if not experts:
-        yield Violation(
-            "mesh.expert",
-            "splits experts, and model.experts=0",
-            [{"mesh.expert": 1}, {"model.experts": size}],
-        )
-    if experts % size:
+    if size > 1 and experts % size:
         fixes = values_for("mesh.expert", near(size, divisors(experts)))
         yield Violation(
             "mesh.expert",

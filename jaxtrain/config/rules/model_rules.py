@@ -13,6 +13,7 @@ from jaxtrain.config import (
     fields,
     kernels,
 )
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.rules.rules import Violation, divisors, near, values_for
 
 
@@ -181,13 +182,16 @@ OF_EXPERTS = (
 ).split()
 
 
-def experts_have_layers(model: ResolvedModel) -> Iterator[Violation]:
-    if model.dense_layers and not model.experts:
+def dense_layers_come_before_experts(model: ModelConfig) -> Iterator[Violation]:
+    if model.dense_layers and not any(each.experts for each in models_of_kinds(model)):
         yield Violation(
             "model.dense_layers",
             "come before layers with experts, and model.experts=0",
             [{"model.dense_layers": 0}, {"model.experts": 8}],
         )
+
+
+def experts_have_capacity(model: ResolvedModel) -> Iterator[Violation]:
     if 0 < model.expert_room < 1:
         yield Violation(
             "model.expert_room",

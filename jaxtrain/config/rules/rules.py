@@ -13,8 +13,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jaxtrain.config import FilledConfig
-
 SettingChanges = dict[str, Any]  # setting → value
 
 
@@ -38,12 +36,6 @@ SettingsRule = Callable[..., Iterator[Violation]]
 def groups_of(rule: SettingsRule) -> tuple[str, ...]:
     """The names of the groups of settings that a rule reads."""
     return tuple(inspect.signature(rule).parameters)
-
-
-def violations(rule: SettingsRule, config: FilledConfig) -> Iterator[Violation]:
-    """The violations of a rule by a config."""
-    groups = (config if name == "config" else getattr(config, name) for name in groups_of(rule))
-    return rule(*groups)
 
 
 def near(value: int, candidates: Iterable[int]) -> list[int]:

@@ -14,6 +14,7 @@ of queries and keys, V of values; in blocks I of queries and J of keys: X tokens
 (the heads of a group × tokens).
 """
 
+import functools
 import math
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel, delta
+from jaxtrain.parallel.dropout import dropped
 
 # of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
 LEAST_KEYS = 1024
@@ -70,7 +72,7 @@ class _BlockPairs:
     goes over. Blocks of queries and of keys have one size."""
 
     def __init__(self, inputs: Inputs):
-        q, k, _, sight, segments, scores = inputs
+        q, k, _, sight, segments, noise, scores = inputs
         self.batch, self.tokens, self.heads, head_dim = q.shape
         self.key_tokens, self.groups, self.window = k.shape[1], k.shape[2], sight.window
         self.scale, self.softcap = scores.factor(head_dim), scores.softcap
@@ -120,6 +122,7 @@ class _BlockPairs:
             cut(_filled_up(a, before, self.after))
             for a, before in zip(segments, (0, self.before), strict=True)
         ]
+        self._noise = None if noise is None else self.queries(noise)
 
     def queries(self, a_BTNH):
         """[B, T, N, …] → [I, B, K, R, …]."""
@@ -173,6 +176,15 @@ class _BlockPairs:
         by_head = s.reshape(self.batch, self.groups, -1, self.size, self.size)
         return jnp.where(seen, by_head, MASKED).reshape(s.shape), by_product
 
+    def weighted(self, weights_BKRX, rate: float, i, j):
+        """The weights of a block's scores, or other numbers in their places, after dropout."""
+        if self._noise is None:
+            return weights_BKRX
+        distance = self.limit_IX[i][:, None] - 1 - (j * self.size + jnp.arange(self.size))
+        by_head = lambda a: a.reshape(self.batch, self.groups, -1, self.size, a.shape[-1])
+        noise = by_head(self._noise[i][..., None])
+        return dropped(by_head(weights_BKRX), noise, distance, rate).reshape(weights_BKRX.shape)
+
     def loop(self, step, carry: Any):
         """The carry after step(i, j, whether j is the lowest for i, carry) for every pair of a
         block i of queries and j of keys."""
@@ -186,9 +198,9 @@ class _BlockPairs:
         return lax.while_loop(lambda state: state[0] < self.steps, body, (0, carry))[1]
 
 
-def output_and_lse(inputs: Inputs, dtype) -> tuple[jax.Array, jax.Array]:
+def output_and_lse(inputs: Inputs, dtype, rate: float = 0.0) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] of `dtype`, and log-sum-exp of the scores, float32 [B, T, N], about −1e30
-    for a query that sees nothing."""
+    for a query that sees nothing. rate: of dropout"""
     blocks = _BlockPairs(inputs)
     q, k, v = blocks.queries(inputs.q), blocks.keys(inputs.k), blocks.keys(inputs.v)
     blocks_shape, block = q.shape[:4], q.shape[1:4]
@@ -207,7 +219,10 @@ def output_and_lse(inputs: Inputs, dtype) -> tuple[jax.Array, jax.Array]:
         powers, shrink = jnp.exp(scores - highest[..., None]), jnp.exp(top - highest)
         total = total * shrink + powers.sum(-1)
         update = jnp.einsum(
-            "bkrx,bkxv->bkrv", powers.astype(v.dtype), v[j], preferred_element_type=jnp.float32
+            "bkrx,bkxv->bkrv",
+            blocks.weighted(powers, rate, i, j).astype(v.dtype),
+            v[j],
+            preferred_element_type=jnp.float32,
         )
         sums = sums * shrink[..., None] + update
         # Every step writes its block of queries, and the last one leaves the result: no step needs
@@ -227,8 +242,8 @@ def output_and_lse(inputs: Inputs, dtype) -> tuple[jax.Array, jax.Array]:
     return blocks.from_queries(out), blocks.from_queries(lse)
 
 
-def gradients(residuals: AttentionResiduals, g_BTNV, dtype):
-    """Gradients of queries, of `dtype`, and of keys and values, float32."""
+def gradients(residuals: AttentionResiduals, g_BTNV, dtype, rate: float = 0.0):
+    """Gradients of queries, of `dtype`, and of keys and values, float32. rate: of dropout"""
     inputs, blocks = residuals.inputs, _BlockPairs(residuals.inputs)
     q, g, lse, inner = (
         blocks.queries(a) for a in (inputs.q, g_BTNV, residuals.lse, delta(g_BTNV, residuals.out))
@@ -242,10 +257,10 @@ def gradients(residuals: AttentionResiduals, g_BTNV, dtype):
         dq_block, dq, dk, dv = carry
         scores, by_product = blocks.scores(q[i], k[j], i, j)
         weights = jnp.exp(scores - lse[i][..., None])
-        by_products = (
-            weights * (product("bkrv,bkxv->bkrx", g[i], v[j]) - inner[i][..., None]) * by_product
-        )
-        weights, by_products = weights.astype(g.dtype), by_products.astype(q.dtype)
+        by_weights = blocks.weighted(product("bkrv,bkxv->bkrx", g[i], v[j]), rate, i, j)
+        by_products = weights * (by_weights - inner[i][..., None]) * by_product
+        weights = blocks.weighted(weights, rate, i, j).astype(g.dtype)
+        by_products = by_products.astype(q.dtype)
         # The steps of a block of queries follow each other, so dQ's sum is one block. A block of
         # keys comes back with each block of queries, so the sums of dK and dV are entire arrays.
         dq_block = jnp.where(begins, 0.0, dq_block) + product("bkrx,bkxh->bkrh", by_products, k[j])
@@ -258,4 +273,10 @@ def gradients(residuals: AttentionResiduals, g_BTNV, dtype):
     return blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
 
 
-KERNEL = Kernel(output_and_lse, gradients)
+def kernel(rate: float = 0.0) -> Kernel:
+    """The kernel, with dropout of this rate where its inputs have noise."""
+    forward = functools.partial(output_and_lse, rate=rate)
+    return Kernel(forward, functools.partial(gradients, rate=rate))
+
+
+KERNEL = kernel()

@@ -32,6 +32,8 @@ from jaxtrain.parallel.attention import blockwise, context, cudnn, flash, kv_cac
 from jaxtrain.parallel.attention.context import Sight
 from jaxtrain.parallel.attention.flash import PLAIN, Kernel, Scores
 from jaxtrain.parallel.attention.heads import by_heads
+from jaxtrain.parallel.dropout import WEIGHTS, WeightDropout, dropped
+from jaxtrain.parallel.random_bits import combined
 from jaxtrain.parallel.target_device import target_device
 
 HEADS = ("batch", "token", "heads", None)
@@ -47,22 +49,21 @@ def attend(
     v_BSKH,
     mask=None,
     mask_is_causal: bool = False,
+    dropout: WeightDropout | None = None,
     window: int = 0,
-    sinks_N=None,
     scores: Scores = PLAIN,
 ) -> jax.Array:
-    """Scaled dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a
-    head for several query heads, and values another size than keys.
+    """Dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a head for
+    several query heads, and values another size than keys.
 
     mask: bool [B or 1, 1, T, S], true where a query sees a key; None: causal, with its `window`
     mask_is_causal: the queries are the last tokens of the keys, and the mask lets none see a later
         key, or one before its `window` (0: any). Most of the scores that no query sees are then not
         computed; the result is the same
-    sinks_N: one more score of every query of a head, without a value
     """
     arrays = q_BTNH, k_BSKH, v_BSKH
-    result = grouped_attention(*arrays, mask, mask_is_causal, window, sinks_N, scores)
-    return constrain(result, HEADS)
+    out = grouped_attention(*arrays, mask, mask_is_causal, dropout, window, scores)
+    return constrain(out, HEADS)
 
 
 def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask, scores: Scores = PLAIN) -> jax.Array:
@@ -107,8 +108,8 @@ def grouped_attention(
     v_BSKH,
     mask=None,
     mask_is_causal: bool = False,
+    dropout: WeightDropout | None = None,
     window: int = 0,
-    sinks_N=None,
     scores: Scores = PLAIN,
 ) -> jax.Array:
     """`attend` without the result's sharding."""
@@ -116,26 +117,38 @@ def grouped_attention(
     # transposes for it: 5 % of a training step on CPU (benchmarks/README.md).
     t, s = q_BTNH.shape[1], k_BSKH.shape[1]
     if mask is not None and not mask_is_causal:
-        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, sinks_N, scores)
+        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout, scores)
     mask = causal_mask(t, s, window)[None, None] if mask is None else mask
     n = causal_blocks(t)
     blocks = [(i * t // n, (i + 1) * t // n) for i in range(n)]
     out = []
     for a, b in blocks:
-        seen = slice(max(0, s - t + a - window + 1) if window else 0, s - t + b)
-        keys, values, in_block = k_BSKH[:, seen], v_BSKH[:, seen], mask[:, :, a:b, seen]
-        out.append(_block_attention(q_BTNH[:, a:b], keys, values, in_block, sinks_N, scores))
+        queries = slice(a, b)
+        keys = slice(max(0, s - t + a - window + 1) if window else 0, s - t + b)
+        out.append(
+            _block_attention(
+                q_BTNH[:, queries],
+                k_BSKH[:, keys],
+                v_BSKH[:, keys],
+                mask[:, :, queries, keys],
+                dropout and dropout.part(queries, keys.start),
+                scores,
+            )
+        )
     return jnp.concatenate(out, 1) if n > 1 else out[0]
 
 
-def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, sinks_N, rule: Scores) -> jax.Array:
+def _block_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask, dropout: WeightDropout | None, rule: Scores
+) -> jax.Array:
     """Attention of one block of queries, with a softmax in float32."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
     # The query heads that share keys are rows of one matmul, which reads the keys once.
-    q_BKRH = (
-        q_BTNH.reshape(b, t, k, n // k, h).transpose(0, 2, 3, 1, 4).reshape(b, k, n // k * t, h)
+    by_keys = lambda a, *sizes: jnp.moveaxis(a.reshape(b, t, k, n // k, *sizes), 1, 3).reshape(
+        b, k, n // k * t, *sizes
     )
+    q_BKRH = by_keys(q_BTNH, h)
     scores = jnp.einsum(
         "bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32
     ) * rule.factor(h)
@@ -147,12 +160,17 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, sinks_N, rule: Scores) -> jax
     # The softmax does not change with what is subtracted, so the maximum has no gradient.
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    if sinks_N is not None:
-        sinks_KR1 = jnp.repeat(sinks_N.astype(jnp.float32).reshape(k, n // k, 1), t, 1)
+    total, weighted = weights.sum(-1, keepdims=True), weights
+    if rule.sinks is not None:
+        sinks_KR1 = jnp.repeat(rule.sinks.astype(jnp.float32).reshape(k, n // k, 1), t, 1)
         total += jnp.exp(sinks_KR1 - top)
+    if dropout:
+        distance_TS = dropout.position_T[:, None] - jnp.arange(s)
+        distance_RS = jnp.tile(distance_TS, (n // k, 1))
+        noise_BKR1 = by_keys(dropout.noise_BTN)[..., None]
+        weighted = dropped(weights, noise_BKR1, distance_RS, dropout.rate)
     out_BKRH = jnp.einsum(
-        "bkrs,bskh->bkrh", weights.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
+        "bkrs,bskh->bkrh", weighted.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
     )
     # The sum divides the product and not the weights: the output has fewer columns than the scores.
     out_BKRH = (out_BKRH / total).astype(v_BSKH.dtype)
@@ -167,6 +185,7 @@ class AttentionSettings:
     kernel:   model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
               program is traced for
     backward: model.attention_backward
+    dropout:  model.dropout_attention
     window:   model.window
     scores:   model.attention_scale and model.attention_softcap
     """
@@ -174,30 +193,47 @@ class AttentionSettings:
     context: str = "all_gather"
     kernel: str = "auto"
     backward: str = "auto"
+    dropout: float = 0.0
     window: int = 0
     scores: Scores = PLAIN
 
     @staticmethod
     def of(cfg: ResolvedModel, context: str) -> "AttentionSettings":
-        """The settings of a model's attention. context: parallel.context"""
-        scores = Scores(cfg.attention_scale, cfg.attention_softcap)
+        """The settings of a model. context: parallel.context"""
         return AttentionSettings(
-            context, cfg.attention_kernel, cfg.attention_backward, cfg.window, scores
+            context,
+            cfg.attention_kernel,
+            cfg.attention_backward,
+            cfg.dropout_attention,
+            cfg.window,
+            Scores(cfg.attention_scale, cfg.attention_softcap),
         )
 
 
 @functools.partial(jax.named_call, name=SCOPE)
 def attend_causal(
-    q, k, v, segments_BT, settings: AttentionSettings = AttentionSettings(), sinks_N=None
+    q,
+    k,
+    v,
+    segments_BT,
+    settings: AttentionSettings = AttentionSettings(),
+    noise_BT=None,
+    sinks_N=None,
 ) -> jax.Array:
     """Causal self-attention of complete sequences → [B, T, N, H of v], also where `context` splits
     them. q, k, v [B, T, heads, size of a head] are of this device's tokens.
 
     segments_BT: int32, the document of each token, which sees no token of another document; None: a
         sequence is one document
-    sinks_N: one more score of every query of a head, without a value
+    noise_BT: of the layer (parallel/dropout.py); None: no weight is dropped
+    sinks_N: as of Scores
     """
-    parts, scores = context.size(), settings.scores
+    dropout, rate = None, settings.dropout if noise_BT is not None else 0.0
+    if rate:
+        noise_BTN = combined(combined(noise_BT, WEIGHTS)[..., None], jnp.arange(q.shape[2]))
+        position_T = context.positions(q.shape[1])[0]
+        dropout = WeightDropout(constrain(noise_BTN, HEADS[:3]), position_T, rate)
+    parts, scores = context.size(), dataclasses.replace(settings.scores, sinks=sinks_N)
     tokens = q.shape[1] * parts
     window = settings.window if settings.window < tokens else 0
     way = reach(settings.context, parts, tokens, window)
@@ -210,33 +246,34 @@ def attend_causal(
         keys=tokens,
         documents=segments_BT is not None,
         context=way,
+        dropout=rate > 0,
         window=window,
         softcap=scores.softcap > 0,
         sinks=sinks_N is not None,
     )
     chosen = attention_kernel(case, settings.kernel).kernel
-    kernel = _flash_kernel(chosen, q.shape, case, settings.backward)
-    local = functools.partial(_attend_local, kernel, chosen, window=window, scores=scores)
+    kernel = _flash_kernel(chosen, q.shape, case, settings.backward, rate)
+    local = functools.partial(_attend_local, kernel, chosen, window)
     if way == NEIGHBOURS:
-        attend_chunks = functools.partial(local, sinks_N=sinks_N)
-        result = context.attend_by_neighbours(attend_chunks, q, k, v, segments_BT, window)
+        chunks = functools.partial(local, scores)
+        result = context.attend_by_neighbours(chunks, q, k, v, segments_BT, dropout, window)
         return constrain(result, HEADS)
     if parts == 1:
-        return local(q, k, v, _twice(segments_BT), sinks_N)
+        pair = None if segments_BT is None else (segments_BT, segments_BT)
+        return local(scores, q, k, v, pair, dropout)
     if not way:  # ulysses
-        return context.attend_by_heads(local, q, k, v, segments_BT, sinks_N)
+        of_heads = lambda sinks, *arrays: local(dataclasses.replace(scores, sinks=sinks), *arrays)
+        return context.attend_by_heads(of_heads, q, k, v, segments_BT, dropout, sinks_N)
     if way == "ring":  # in XLA always by blocks, however few keys a device has
         ring_kernel = kernel or blockwise.KERNEL
-        return constrain(ring.attend(ring_kernel, q, k, v, segments_BT, sinks_N, scores), HEADS)
+        return constrain(ring.attend(ring_kernel, q, k, v, segments_BT, scores), HEADS)
     if kernel:
-        attend_all = lambda *arrays: flash.attend(kernel, *arrays, sinks_N, scores)
-        result = context.attend_by_gather(attend_all, q, k, v, segments_BT, window)
+        attend_all = lambda *inputs: flash.attend(kernel, *inputs, scores)
+        result = context.attend_by_gather(attend_all, q, k, v, segments_BT, dropout, window)
         return constrain(result, HEADS)
-    if chosen == CUDNN_MASK:
-        attend_half = functools.partial(attend_by_cudnn_mask, scores=scores)
-    else:
-        attend_half = functools.partial(attend, sinks_N=sinks_N, scores=scores)
-    return context.attend_by_halves(attend_half, q, k, v, segments_BT, window)
+    by_mask = attend_by_cudnn_mask if chosen == CUDNN_MASK else attend
+    attend_half = functools.partial(by_mask, scores=scores)
+    return context.attend_by_halves(attend_half, q, k, v, segments_BT, dropout, window)
 
 
 def attend_cached(q, k, v, start, requested: str) -> jax.Array:
@@ -265,27 +302,22 @@ def attend_cached(q, k, v, start, requested: str) -> jax.Array:
     return attend(q, k, v, mask)
 
 
-def _twice(segments_BT):
-    """The segments of queries and of keys, for tokens that are both."""
-    return None if segments_BT is None else (segments_BT, segments_BT)
-
-
 def _attend_local(
     kernel: Kernel | None,
     chosen: str,
+    window: int,
+    scores: Scores,
     q,
     k,
     v,
     segments,
-    sinks_N=None,
-    window: int = 0,
-    scores: Scores = PLAIN,
+    dropout: WeightDropout | None,
 ) -> jax.Array:
-    """Causal attention to keys of one device: those of the queries, or also those of the window
-    before them. segments: of queries and of keys, or None"""
+    """Causal attention to keys of one device: those of the queries' tokens, or also those of the
+    window before them. segments: of queries and of keys, or None"""
     if kernel:
-        sight = Sight((0,), window=window)
-        return constrain(flash.attend(kernel, q, k, v, sight, segments, sinks_N, scores), HEADS)
+        sight, noise = Sight((0,), window=window), dropout and dropout.noise_BTN
+        return constrain(flash.attend(kernel, q, k, v, sight, segments, noise, scores), HEADS)
     mask = None
     if segments is not None:
         of_queries, of_keys = segments
@@ -294,11 +326,11 @@ def _attend_local(
         )
     if chosen == CUDNN_MASK:
         return attend_by_cudnn_mask(q, k, v, mask, scores)
-    return attend(q, k, v, mask, True, window, sinks_N, scores)
+    return attend(q, k, v, mask, True, dropout, window, scores)
 
 
 def _flash_kernel(
-    chosen: str, shape: tuple[int, ...], case: AttentionCase, backward: str
+    chosen: str, shape: tuple[int, ...], case: AttentionCase, backward: str, rate: float
 ) -> Kernel | None:
     """The kernel that never has all scores in memory, for queries of `shape` [B, T, N, H]; None
     where plain XLA computes them for few tokens, and for cuDNN with a mask."""
@@ -312,5 +344,5 @@ def _flash_kernel(
     window = 0 if case.context == "all_gather" else case.window
     is_long = blockwise.is_long(batch_heads, case.queries, case.kernel_keys, window)
     if chosen in (XLA, CUDNN) and is_long:
-        return blockwise.KERNEL
+        return blockwise.kernel(rate)
     return None

@@ -39,6 +39,7 @@ from jax import lax
 
 from jaxtrain.devices.mesh import CONTEXT, STAGE, all_gather, manual_size, on_cpu
 from jaxtrain.parallel.attention.heads import by_heads
+from jaxtrain.parallel.dropout import WeightDropout
 
 
 @functools.partial(
@@ -133,18 +134,34 @@ def _all_keys(k, v, segments):
     return k, v, None if segments is None else (segments, _gathered(segments))
 
 
-def attend_by_gather(attend: Callable, q, k, v, segments, window: int = 0):
-    """attend(q, k, v, sight, segments of queries and of keys) with the keys of the unsplit
-    sequence; q, k, v are this device's [B, T, heads, head dimension]."""
+def attend_by_gather(
+    attend: Callable,
+    q,
+    k,
+    v,
+    segments,
+    dropout: WeightDropout | None = None,
+    window: int = 0,
+):
+    """attend(q, k, v, sight, segments of queries and of keys, noise) with the keys of the unsplit
+    sequence; q, k, v are this device's [B, T, heads, head dimension]; noise is that of dropout."""
     parts, i = size(), lax.axis_index(CONTEXT)
     k, v, documents = _all_keys(k, v, segments)
     sight = Sight(jnp.stack([i, 2 * parts - 1 - i]), 2 * parts - 1, window=window)
-    return attend(q, k, v, sight, documents)
+    return attend(q, k, v, sight, documents, dropout and dropout.noise_BTN)
 
 
-def attend_by_halves(attend: Callable, q, k, v, segments, window: int = 0) -> jax.Array:
-    """`attend_by_gather` for attend(q, k, v, mask). Each chunk of queries is attended to on its
-    own, the lower one with the keys that it sees on any device."""
+def attend_by_halves(
+    attend: Callable,
+    q,
+    k,
+    v,
+    segments,
+    dropout: WeightDropout | None = None,
+    window: int = 0,
+) -> jax.Array:
+    """`attend_by_gather` for attend(q, k, v, mask, dropout=…). Each chunk of queries is attended to
+    on its own, the lower one with the keys that it sees on any device."""
     # The lower chunk of a device is in the lower half of the sequence on every device, so half of
     # the keys will do, a number that is the same in every device's program.
     t, query_positions = q.shape[1], positions(q.shape[1])
@@ -158,36 +175,40 @@ def attend_by_halves(attend: Callable, q, k, v, segments, window: int = 0) -> ja
             mask &= query_positions[:, None, queries, None] - at[:, None, None, :] < window
         if documents is not None:
             mask &= documents[0][:, None, queries, None] == documents[1][:, None, None, :keys]
-        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask))
+        more = {"dropout": dropout.part(queries)} if dropout else {}
+        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask, **more))
     return jnp.concatenate(out, 1)
 
 
-def attend_by_heads(attend: Callable, q, k, v, segments, sinks_N=None) -> jax.Array:
-    """attend(q, k, v, segments of queries and of keys, sinks) over unsplit sequences of a part of
-    the heads."""
+def attend_by_heads(
+    attend: Callable, q, k, v, segments, dropout: WeightDropout | None = None, sinks_N=None
+) -> jax.Array:
+    """attend(sinks, q, k, v, segments of queries and of keys, dropout) over unsplit sequences of a
+    part of the heads."""
     # An all-to-all splits the heads and joins the tokens: a device sends each of its numbers to one
     # other, where an all-gather sends them to all. Its results are in the order of the devices, and
     # causal kernels want that of the text.
-    parts = size()
+    parts, i = size(), lax.axis_index(CONTEXT)
     to_heads = lambda a: in_text_order(lax.all_to_all(a, CONTEXT, 2, 1, tiled=True), parts)
     to_tokens = lambda a: lax.all_to_all(_in_device_order(a, parts), CONTEXT, 1, 2, tiled=True)
     q, k, v = (by_heads(to_heads, (a,)) for a in (q, k, v))
-    pair = None
     if segments is not None:
-        gathered = _gathered(segments)
-        pair = gathered, gathered
+        segments = (_gathered(segments),) * 2
+    if dropout:
+        noise, position_T = by_heads(to_heads, (dropout.noise_BTN,)), jnp.arange(q.shape[1])
+        dropout = WeightDropout(noise, position_T, dropout.rate)
     if sinks_N is not None:
-        own = lambda a, i: lax.dynamic_slice_in_dim(
-            a, i * (a.shape[2] // parts), a.shape[2] // parts, 2
-        )
-        sinks_N = by_heads(own, (sinks_N[None, None],), (lax.axis_index(CONTEXT),))[0, 0]
-    return by_heads(to_tokens, (attend(q, k, v, pair, sinks_N),))
+        own = lambda a, i: jnp.take(a.reshape(1, 1, parts, -1), i, 2)
+        sinks_N = by_heads(own, (sinks_N[None, None],), (i,))[0, 0]
+    return by_heads(to_tokens, (attend(sinks_N, q, k, v, segments, dropout),))
 
 
-def attend_by_neighbours(attend: Callable, q, k, v, segments, window: int) -> jax.Array:
-    """attend(q, k, v, segments of queries and of keys) for each of this device's chunks, with its
-    window's keys: queries [2·B, T/2, …] are the last tokens of the keys [2·B, T/2 + window − 1, …].
-    Where there are no tokens before a chunk, keys are zeros in a segment of their own."""
+def attend_by_neighbours(
+    attend: Callable, q, k, v, segments, dropout: WeightDropout | None, window: int
+) -> jax.Array:
+    """attend(q, k, v, segments of queries and of keys, dropout) for each of this device's chunks,
+    with its window's keys: queries [2·B, T/2, …] are the last tokens of the keys [2·B, T/2 + window
+    − 1, …]. Where there are no tokens before a chunk, keys are zeros in a segment of their own."""
     batch, chunk = q.shape[0], q.shape[1] // 2
     if segments is None:
         segments = jnp.zeros(q.shape[:2], jnp.int32)
@@ -196,7 +217,10 @@ def attend_by_neighbours(attend: Callable, q, k, v, segments, window: int) -> ja
     in_chunks = lambda a: a.reshape(2 * batch, chunk, *a.shape[2:])
     # Where nothing arrives, 0 does.
     pair = in_chunks(segments), widened(segments + 1) - 1
-    return attend(in_chunks(q), k, v, pair).reshape(batch, 2 * chunk, q.shape[2], -1)
+    if dropout:
+        position_T = window - 1 + jnp.arange(chunk)
+        dropout = WeightDropout(in_chunks(dropout.noise_BTN), position_T, dropout.rate)
+    return attend(in_chunks(q), k, v, pair, dropout).reshape(batch, 2 * chunk, q.shape[2], -1)
 
 
 def _with_neighbours(x: jax.Array, count: int) -> jax.Array:

@@ -237,8 +237,9 @@ def _forward(inputs: Inputs, dtype):
 
 def _backward(residuals: AttentionResiduals, g_BTNV, dtype):
     """Kernel.backward, all gradients of `dtype`."""
-    (*arrays, sight, segments, scores), out_BTNV, lse_BTN = residuals
-    input_dtype, scale = arrays[0].dtype, scores.factor(arrays[0].shape[-1])
+    inputs, out_BTNV, lse_BTN = residuals
+    arrays, segments = (inputs.q, inputs.k, inputs.v), inputs.segments
+    input_dtype, scale = inputs.q.dtype, inputs.scores.factor(inputs.q.shape[-1])
     # cuDNN wants all operands of one type; the gradient may come in another.
     q, k, v, g, out = _of_one_size(
         segments, *arrays, g_BTNV.astype(input_dtype), out_BTNV.astype(input_dtype)
@@ -248,7 +249,7 @@ def _backward(residuals: AttentionResiduals, g_BTNV, dtype):
     lse_BTN = _after(before, lse_BTN, -MASKED)  # which makes weights of 0
 
     def call(documents: _Documents | None) -> tuple:
-        operands, parameters = _operands(q, k, sight.window, documents)
+        operands, parameters = _operands(q, k, inputs.sight.window, documents)
         statistics = lse_BTN.swapaxes(1, 2)
         if documents is not None:  # the inverse: each token's numbers where cuDNN expects them
             statistics = jnp.zeros((documents.count, *statistics.shape[1:]), jnp.float32)

@@ -34,17 +34,21 @@ from jaxtrain.parallel.attention.heads import HEADS, row_major, row_major_part
 MASKED = -1e30  # the log-sum-exp of a query that sees nothing
 
 
-@jax.tree_util.register_static
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["sinks"], meta_fields=["scale", "softcap"]
+)
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What becomes of the product of a query and a key before it is masked.
+    """How scores follow from products of queries and keys, before the mask.
 
-    scale:   its factor; 0: 1/sqrt(size of a key)
+    scale:   factor of a product; 0: 1/sqrt(size of a key)
     softcap: c, which makes c·tanh(s/c) of that (Gemma 2, arXiv:2408.00118, section 2); 0: nothing
+    sinks:   one more score for all queries of a head, [N], which has no value; or None
     """
 
     scale: float = 0.0
     softcap: float = 0.0
+    sinks: jax.Array | None = None
 
     def factor(self, key_size: int) -> float:
         """The factor of products."""
@@ -61,7 +65,9 @@ class Inputs(NamedTuple):
     sight:    the keys that queries see
     segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): the document of each
               token; a query sees keys of its own document alone
-    scores:   from products to scores
+    noise:    None, or that of dropout, uint32 [B, T, N] (parallel/dropout.py); blockwise.py alone
+              reads it
+    scores:   from products to scores; no kernel reads the sinks
     """
 
     q: jax.Array
@@ -69,6 +75,7 @@ class Inputs(NamedTuple):
     v: jax.Array
     sight: Sight
     segments: tuple[jax.Array, jax.Array] | None = None
+    noise: jax.Array | None = None
     scores: Scores = PLAIN
 
 
@@ -102,9 +109,9 @@ class Kernel:
 
 
 # splits over `model`: heads are on different devices, sight and segments the same on all
-SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P(), P()))
-LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
 SINKS = P(MODEL)
+SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P(), HEADS, SINKS))
+LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
 
 
 def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:
@@ -112,17 +119,18 @@ def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:
     return jnp.einsum("btnv,btnv->btn", g_BTNV, out_BTNV, preferred_element_type=jnp.float32)
 
 
-def with_sinks(
-    out_BTNV: jax.Array, lse_BTN: jax.Array, sinks_N: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Output, of its type, and log-sum-exp with one more score for each head, which has no
-    value."""
+def with_sinks(out_BTNV: jax.Array, lse_BTN: jax.Array, sinks_N: jax.Array | None):
+    """Output, of its type, and log-sum-exp with the sinks, if there are any."""
+    if sinks_N is None:
+        return out_BTNV, lse_BTN
     total = jnp.logaddexp(lse_BTN, sinks_N.astype(jnp.float32))
     return (out_BTNV * jnp.exp(lse_BTN - total)[..., None]).astype(out_BTNV.dtype), total
 
 
-def gradient_of_sinks(sinks_N, g_BTNV, out_BTNV, lse_BTN) -> jax.Array:
-    """The gradient [N] of the sinks, by the output and log-sum-exp with them."""
+def gradient_of_sinks(sinks_N: jax.Array | None, g_BTNV, out_BTNV, lse_BTN) -> jax.Array | None:
+    """The sinks' gradient [N], by the output and log-sum-exp with them."""
+    if sinks_N is None:
+        return None
     weights = jnp.exp(sinks_N.astype(jnp.float32) - lse_BTN)
     return -(weights * delta(g_BTNV, out_BTNV)).sum((0, 1)).astype(sinks_N.dtype)
 
@@ -137,50 +145,47 @@ def attend(
     v_BSKV,
     sight: Sight,
     segments=None,
-    sinks_N=None,
+    noise=None,
     scores: Scores = PLAIN,
 ) -> jax.Array:
-    """Attention by a kernel → [B, T, N, V]; the heads of all arrays are split over `model`.
-
-    sinks_N: a score of each head, or None
-    """
-    return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments, sinks_N, scores)[0]
+    """Attention by a kernel → [B, T, N, V]; the heads of all arrays are split over `model`."""
+    return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments, noise, scores)[0]
 
 
-def _attend(kernel, q, k, v, sight, segments, sinks, scores):
-    """The output, and (AttentionResiduals with the log-sum-exp as [B, N, T], sinks)."""
+def _attend(kernel, q, k, v, sight, segments, noise, scores):
+    """The output, and AttentionResiduals with the log-sum-exp as [B, N, T]."""
 
     # [B, N, T] is the order in which TPU's and GPU's kernels write and read the log-sum-exp. In
     # another one entire pools would be transposed in every tick, and, where they lie on the host,
     # moved to the device and back (seen in programs compiled ahead of time).
-    def run(inputs: Inputs, sinks):
+    def run(inputs: Inputs):
         out, lse_BTN = kernel.forward(inputs, inputs.v.dtype)
-        if sinks is not None:
-            out, lse_BTN = with_sinks(out, lse_BTN, sinks)
+        out, lse_BTN = with_sinks(out, lse_BTN, inputs.scores.sinks)
         return out, row_major_part(jnp.moveaxis(lse_BTN, 2, 1))
 
-    inputs = Inputs(q, k, v, sight, segments, scores)
-    out, lse_BNT = over_model(run, (SPLITS, SINKS), (HEADS, LSE))(inputs, sinks)
+    inputs = Inputs(q, k, v, sight, segments, noise, scores)
+    out, lse_BNT = over_model(run, (SPLITS,), (HEADS, LSE))(inputs)
     # Without this XLA lays the output out by heads, and transposes it for the next product.
     out = row_major(out)
-    return out, (AttentionResiduals(inputs, out, lse_BNT), sinks)
+    return out, AttentionResiduals(inputs, out, lse_BNT)
 
 
-def _attend_backward(kernel, saved, g):
-    def run(residuals: AttentionResiduals, sinks, g):
+def _attend_backward(kernel, residuals, g):
+    def run(residuals: AttentionResiduals, g):
         lse_BTN = jnp.moveaxis(row_major_part(residuals.lse), 1, 2)
-        by_sinks = None if sinks is None else gradient_of_sinks(sinks, g, residuals.out, lse_BTN)
         residuals = residuals._replace(lse=lse_BTN)
-        return kernel.backward(residuals, g, residuals.inputs.q.dtype), by_sinks
+        inputs = residuals.inputs
+        of_sinks = gradient_of_sinks(inputs.scores.sinks, g, residuals.out, lse_BTN)
+        return kernel.backward(residuals, g, inputs.q.dtype), of_sinks
 
     # On each device's own heads: the partitioner cannot split a kernel, and would gather its
     # inputs.
-    residuals, sinks = saved
-    splits = AttentionResiduals._make((SPLITS, HEADS, LSE)), SINKS, HEADS
-    gradients, by_sinks = over_model(run, splits, (HEADS, SINKS))(residuals, sinks, g)
-    arrays = residuals.inputs[:3]  # q, k, v; sight and segments have no gradients
+    gradients, of_sinks = over_model(
+        run, (AttentionResiduals._make((SPLITS, HEADS, LSE)), HEADS), (HEADS, SINKS)
+    )(residuals, g)
+    arrays, scores = residuals.inputs[:3], residuals.inputs.scores  # the others have no gradients
     of_arrays = (d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True))
-    return *of_arrays, None, None, by_sinks, None
+    return *of_arrays, None, None, None, dataclasses.replace(scores, sinks=of_sinks)
 
 
 attend.defvjp(_attend, _attend_backward)

@@ -18,6 +18,7 @@ device's tokens.
 Messages are permutes, or with several stages all-to-alls (parallel/attention/context.py: send).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -47,10 +48,10 @@ OWN = Sight((0, 1), 1)
 # A custom_vjp: jax's gradient of the loop would save the keys and values of every step, which are
 # those of all devices.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(kernel: Kernel, q, k, v, segments=None, sinks=None, scores=PLAIN) -> jax.Array:
+def attend(kernel: Kernel, q, k, v, segments=None, scores: Scores = PLAIN) -> jax.Array:
     """Causal attention over split sequences; q, k, v [B, T, heads, head dimension] and segments [B,
     T] are this device's."""
-    return _attend(kernel, q, k, v, segments, sinks, scores)[0]
+    return _attend(kernel, q, k, v, segments, scores)[0]
 
 
 class _Residuals(NamedTuple):
@@ -74,8 +75,10 @@ class _Keys(NamedTuple):
     segments: jax.Array | None = None
 
 
-def _attend(kernel, q, k, v, segments, sinks, scores):
-    i, sinks_11N = lax.axis_index(CONTEXT), None if sinks is None else sinks[None, None]
+def _attend(kernel, q, k, v, segments, scores):
+    # third dimension: heads, as of the other arrays
+    i, sinks_11N = lax.axis_index(CONTEXT), jax.tree.map(lambda a: a[None, None], scores.sinks)
+    scores = dataclasses.replace(scores, sinks=None)
     forward = functools.partial(_forward, kernel)
     out, lse = by_heads(forward, (q, k, v, sinks_11N), (i, segments, scores))
     out = out.astype(v.dtype)
@@ -83,11 +86,13 @@ def _attend(kernel, q, k, v, segments, sinks, scores):
 
 
 def _attend_backward(kernel, saved, g):
-    residuals, *others = saved
+    residuals, segments, scores = saved
     backward = functools.partial(_backward, kernel)
-    *gradients, by_sinks = by_heads(backward, (residuals, g), (lax.axis_index(CONTEXT), *others))
+    same = lax.axis_index(CONTEXT), segments, scores
+    *gradients, of_sinks = by_heads(backward, (residuals, g), same)
     of_arrays = (d.astype(a.dtype) for d, a in zip(gradients, residuals[:3], strict=True))
-    return *of_arrays, None, None if by_sinks is None else by_sinks[0, 0], None
+    of_sinks = jax.tree.map(lambda a: a[0, 0], of_sinks)
+    return *of_arrays, None, dataclasses.replace(scores, sinks=of_sinks)
 
 
 attend.defvjp(_attend, _attend_backward)
@@ -134,7 +139,7 @@ def _around(keys: _Keys, attend_own: Callable, attend_others: Callable):
 def _inputs(q, keys: _Keys, sight: Sight, segments, scores: Scores) -> Inputs:
     """The kernel's inputs for this device's queries, of `segments`, and one device's keys."""
     pair: Any = None if segments is None else (segments, keys.segments)
-    return Inputs(q, keys.k, keys.v, sight, pair, scores)
+    return Inputs(q, keys.k, keys.v, sight, pair, scores=scores)
 
 
 def _forward(kernel: Kernel, q, k, v, sinks, i, segments, scores: Scores):
@@ -153,7 +158,7 @@ def _forward(kernel: Kernel, q, k, v, sinks, i, segments, scores: Scores):
         return out * share[..., None] + step_out * step_share[..., None], total
 
     out, lse = _around(_Keys(k, v, segments), functools.partial(attend_to, OWN), merge)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks[0, 0])
+    return with_sinks(out, lse, None if sinks is None else sinks[0, 0])
 
 
 def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments, scores: Scores):
@@ -178,5 +183,6 @@ def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments, scores: Sco
         # the message's bytes.
         by_keys = jax.tree.map(lambda d, a: d.astype(a.dtype), by_keys, _Keys(k, v))
     dk, dv, _ = _next(by_keys)  # one more step, and they are at the device that has the keys
-    by_sinks = None if sinks is None else gradient_of_sinks(sinks[0, 0], g, out, lse)[None, None]
-    return dq, dk, dv, by_sinks
+    sinks_N = None if sinks is None else sinks[0, 0]
+    of_sinks = jax.tree.map(lambda a: a[None, None], gradient_of_sinks(sinks_N, g, out, lse))
+    return dq, dk, dv, of_sinks

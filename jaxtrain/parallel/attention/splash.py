@@ -176,7 +176,7 @@ def _next_of(run: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPairs:
     """The pairs for blocks of at most so many queries and keys."""
-    q, k, _, sight, segments, _ = inputs
+    q, k, _, sight, segments, *_ = inputs
     tokens, keys, full_chunks = q.shape[1], k.shape[1], jnp.asarray(sight.full_chunks, jnp.int32)
     # A query of chunk c sees keys up to full_chunks[c] · chunk − 1, and with the diagonal as many
     # more as its position in the chunk + 1.
@@ -225,7 +225,7 @@ def _scaled(q: jax.Array, scores: Scores) -> jax.Array:
 
 def _with_entire_blocks(inputs: Inputs) -> Inputs:
     """The inputs with zeros before the keys, which the window hides, for keys of entire blocks."""
-    q, k, v, sight, segments, _ = inputs
+    q, k, v, sight, segments, *_ = inputs
     if not sight.window:
         return inputs
     missing = filled_up(q.shape[1], k.shape[1], sight.window) - k.shape[1]
@@ -254,7 +254,7 @@ LAYOUTS = {f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"}
 def _forward(inputs: Inputs, dtype, *, interpret: bool):
     """Kernel.forward."""
     inputs = _with_entire_blocks(inputs)
-    q, k, v, sight, segments, scores = inputs
+    q, k, v, sight, segments, _, scores = inputs
     pairs = _block_pairs(inputs, MOST, MOST)
     sizes = splash.BlockSizes(
         block_q=pairs.queries, block_kv=pairs.keys, block_kv_compute=block_size(pairs.keys, 512)
@@ -287,7 +287,7 @@ def _backward(residuals: AttentionResiduals, g_BTNV, dtype, *, wanted: str, inte
     own types."""
     given, out, lse = residuals
     inputs = _with_entire_blocks(given)
-    q, k, v, _, _, scores = inputs
+    q, k, v, *_, scores = inputs
     missing = k.shape[1] - given.k.shape[1]
     choice = splash_backward(wanted, k.shape[1], q.shape[3], v.shape[3])
     arrays = _scaled(q, scores), k, v, g_BTNV.astype(q.dtype), lse, delta(g_BTNV, out)

@@ -26,6 +26,7 @@ from jaxtrain.config import Config, ConfigError, MeshedConfig, UsageError, kerne
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.recipes import recipe_text
 from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.pipeline.run_checks import default_corpus
@@ -257,7 +258,7 @@ def check_settings(config: Config, recipe: Config) -> None:
     layout replaces."""
     for path in cfg.fields():
         value = cfg.get(config, path)
-        if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
+        if wrong := field_violation(path, value, cfg.get(recipe, path)):
             raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
 
 

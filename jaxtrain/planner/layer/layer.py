@@ -46,6 +46,7 @@ class Product(NamedTuple):
     read:    the backward reads the result
     fp8:     it may be of FP8
     gradient: the number of its result's gradient: products of one share its all-gather
+    part:    of the tokens that it multiplies; above 1 where one is multiplied several times
     """
 
     names: tuple[str, ...]
@@ -59,6 +60,7 @@ class Product(NamedTuple):
     read: bool = True
     fp8: bool = True
     gradient: int = 0
+    part: float = 1
 
     @property
     def of_mlp(self) -> bool:
@@ -74,6 +76,7 @@ class Layer:
     products: in the layer's order
     scores:   scores of attention for each pair of tokens: heads
     core:     multiplications in attention for each pair of tokens
+    mixing:   multiplications of a token in products of tokens with tokens, outside of attention
     norms_and_sums: norms of the residual stream, and sums with it
     inner:    numbers of a token that elementwise work has between products, in and out
     choices:  experts that a token uses
@@ -86,6 +89,7 @@ class Layer:
     norms_and_sums: int
     inner: float
     choices: int
+    mixing: float = 0
 
     @functools.cached_property
     def size(self) -> int:
@@ -93,22 +97,25 @@ class Layer:
         return sum(array.size for array in self.arrays)
 
     @functools.cached_property
-    def per_token(self) -> int:
-        """Parameters that a token is multiplied with."""
-        return sum(map(self.used, self.products))
+    def per_token(self) -> float:
+        """Multiplications of a token: the parameters that it is multiplied with, and `mixing`."""
+        return sum(map(self.used, self.products)) + self.mixing
 
     @functools.cached_property
     def hidden(self) -> int:
         """Columns of the hidden layer that a token goes through: an MLP's, or those of all its
-        experts together."""
+        experts together; without an MLP, of the widest value that products read or make."""
         last = [p for p in self.products if p.of_mlp and p.split == INPUTS]
+        if not last:
+            return max((max(p.inputs, p.outputs) for p in self.products), default=0)
         return sum(p.inputs * (self.choices if p.experts else 1) for p in last)
 
-    def used(self, product: Product) -> int:
+    def used(self, product: Product) -> float:
         """Parameters of a product that a token is multiplied with."""
-        return product.inputs * product.outputs * (self.choices if product.experts else 1)
+        times = product.part * (self.choices if product.experts else 1)
+        return product.inputs * product.outputs * times
 
-    def made_again(self, makes_again: Callable[[str], bool]) -> int:
+    def made_again(self, makes_again: Callable[[str], bool]) -> float:
         """Parameters of a token's products that are made again where those of such names are."""
         return sum(
             self.used(product)

@@ -1,9 +1,11 @@
 """What a layer has and computes, read from its module: parameters from its specifications; products
 with matrices, attention's core and elementwise work from the trace of its forward.
 
-The trace has one sequence of a few tokens on one device, where attention is plain products. A value
-depends on parameters alone, or on tokens. A product is an equation that multiplies a value of
-tokens with matrices; products of one value are one, as they share its all-gather.
+The trace has one sequence on one device, where attention is plain products without a window: of a
+few tokens, or all of them where the layer has code of the user's own, whose work may grow with the
+tokens in any way. A value depends on parameters alone, or on tokens. A product is an equation that
+multiplies a value of tokens with matrices; products of one value are one, as they share its
+all-gather. What is in a scan counts once for each trip.
 """
 
 import collections
@@ -16,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jaxtrain.config import ResolvedModel
 from jaxtrain.devices.mesh import AbsentDevice, traced_for
@@ -81,25 +84,31 @@ def ends_of(cfg: ResolvedModel) -> tuple[ParameterShape, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def layer_of(cfg: ResolvedModel, dense: bool) -> Layer:
-    """A layer of a model. dense: one of those before the layers that have experts"""
-    block = Block(dataclasses.replace(cfg, attention_kernel="xla"), dense=dense)
+def layer_of(cfg: ResolvedModel, dense: bool, tokens: int = TOKENS) -> Layer:
+    """A layer of a model. dense: one of those before the layers that have experts; tokens: of the
+    sequence that is traced"""
+    block = Block(dataclasses.replace(cfg, attention_kernel="xla", window=0), dense=dense)
     tree, bind = specs(block), binder(block)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
     shapes = [jax.ShapeDtypeStruct(s.shape, jnp.bfloat16 if s.cast else "float32") for s in leaves]
     shapes += [
-        jax.ShapeDtypeStruct((1, TOKENS, cfg.width), jnp.bfloat16),
-        jax.ShapeDtypeStruct((1, TOKENS), jnp.int32),
+        jax.ShapeDtypeStruct((1, tokens, cfg.width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, tokens), jnp.int32),
     ]
     forward = lambda *args: bind(jax.tree.unflatten(treedef, args[:-2]))(*args[-2:])
     with traced_for(AbsentDevice("cpu")):
         closed = jax.make_jaxpr(forward)(*shapes)
-        flat = lambda *args: inline(closed.jaxpr, closed.consts, args, lambda equation: True)
-        jaxpr = jax.make_jaxpr(flat)(*shapes).jaxpr
+        jaxpr = _flat(closed)
     arrays = _arrays(tree)
     return _Reading(
         jaxpr, arrays, cfg.experts_per_token, _multiplying_equations(closed.jaxpr, arrays)
     ).layer(arrays)
+
+
+def _flat(closed: Any) -> Any:
+    """A jaxpr without calls, whose scans stay whole."""
+    flat = lambda *args: inline(closed.jaxpr, closed.consts, args, lambda _: True, unroll=False)
+    return jax.make_jaxpr(flat)(*closed.in_avals).jaxpr
 
 
 def _multiplying_equations(jaxpr: Any, arrays: tuple[ParameterShape, ...]) -> dict[str, list[int]]:
@@ -119,6 +128,16 @@ def _multiplying_equations(jaxpr: Any, arrays: tuple[ParameterShape, ...]) -> di
         else:
             names |= dict.fromkeys(equation.outvars, used)
     return calls
+
+
+def _multiplications(equation: Any) -> int:
+    """The multiplications of a plain product."""
+    operand, numbers = equation.invars[0], equation.params["dimension_numbers"]
+    contracted = numbers[0][0]
+    if equation.primitive.name == CONVOLUTION:
+        operand, contracted = equation.invars[1], numbers.rhs_spec[1:]
+    size = math.prod(operand.aval.shape[i] for i in contracted)
+    return math.prod(equation.outvars[0].aval.shape) * size
 
 
 def _is_linear(equation: Any) -> bool:
@@ -152,6 +171,8 @@ class _Reading:
         # modules that have experts
         self._routed = {a.name.partition(".")[0] for a in arrays if EXPERT in a.axes}
         self._stream = jaxpr.invars[len(arrays)].aval.shape
+        self._tokens = self._stream[1]
+        self._trips = 1  # of the scans around an equation, together
         self._root: dict[Any, Any] = {}  # a value → the one whose numbers it has
         self._maker: dict[Any, Any] = {}  # a value → its equation
         self._product_of: dict[Any, int] = {}  # a product's result → its number
@@ -159,7 +180,7 @@ class _Reading:
         self._products: list[Product] = []
         self._sums: dict[Any, Any] = {}  # a value → the sum that it is a part of, and no more
         self._norms: set[Any] = set()  # what norms divide by
-        self._scores = self._core = self._inner = 0.0
+        self._scores = self._core = self._inner = self._mixing = 0.0
         self._norms_and_sums = 0
         needed: set[Any] = set()  # values that the backward reads
         uses = collections.Counter(a for e in jaxpr.eqns for a in variables(e.invars))
@@ -188,6 +209,7 @@ class _Reading:
             self._norms_and_sums,
             self._inner,
             self._choices,
+            self._mixing,
         )
 
     def _read(self, equation: Any, needed: set[Any]) -> None:
@@ -202,10 +224,14 @@ class _Reading:
                 self._axes.update(dict.fromkeys(outputs, self._axes_of_result(equation)))
             return
         self._maker.update(dict.fromkeys(outputs, equation))
-        if matrices and has(equation, PRODUCTS | KERNELS) or parameters and name in PLAIN:
+        if name == "scan":
+            self._read_scan(equation, needed)
+        elif matrices and has(equation, PRODUCTS | KERNELS) or parameters and name in PLAIN:
             self._add_product(equation, matrices or parameters, not needed.isdisjoint(outputs))
         elif name in PRODUCTS and in_attention(equation):
             self._add_core(equation)
+        elif name in PLAIN:
+            self._add_mixing(equation)
         elif name == NAME:
             self._name_products(equation)
         elif name == "rsqrt":
@@ -215,6 +241,24 @@ class _Reading:
             self._norms_and_sums += name == "add" or bool(norms)
         if name in SAME and len(tokens) == 1:
             self._root[outputs[0]] = self._numbers_of(tokens[0])
+
+    def _read_scan(self, equation: Any, needed: set[Any]) -> None:
+        """Reads the equations of a scan's trip, once for all trips. The backward is taken to read
+        all that is made in them."""
+        body, trips = _flat(equation.params["jaxpr"]), equation.params["length"]
+        for inner, outer in zip(body.invars, equation.invars, strict=True):
+            if isinstance(outer, Literal):
+                self._fixed[inner] = ()
+            elif outer not in self._fixed:
+                self._root[inner] = self._numbers_of(outer)
+            elif self._fixed[outer]:  # a parameter, or a slice of one for each trip
+                dropped = len(outer.aval.shape) - len(inner.aval.shape)
+                self._fixed[inner] = self._fixed[outer]
+                self._axes[inner] = self._axes[outer][dropped:]
+        self._trips *= trips
+        for inside in body.eqns:
+            self._read(inside, needed.union(inside.outvars))
+        self._trips //= trips
 
     def _numbers_of(self, value: Any) -> Any:
         return self._root.get(value, value)
@@ -262,9 +306,11 @@ class _Reading:
         number = self._values.setdefault(value, len(self._values))
         self._product_of.update(dict.fromkeys(equation.outvars, len(self._products)))
         routed = first.name.partition(".")[0] in self._routed
-        calls = [0] if routed else self._calls[first.name]
+        calls = [0] if routed else self._calls.get(first.name, [0])
         call = calls.pop(0) if len(calls) > 1 else calls[0]  # of a parameter that is used again
         result = equation.outvars[0]
+        rows = math.prod(result.aval.shape) * self._trips / columns
+        part = rows / self._tokens if equation.primitive.name in PLAIN and not experts else 1
         gradient = self._values.setdefault(self._sums.get(result, result), len(self._values))
         self._products.append(
             Product(
@@ -278,9 +324,10 @@ class _Reading:
                 read=read,
                 fp8=first.product,
                 gradient=gradient,
+                part=part,
             )
         )
-        times = self._choices if experts else 1
+        times = self._choices if experts else part
         if split == INPUTS and not self._in_attention(value):
             self._inner += inputs * times
         elif split in (OUTPUTS, BATCH):
@@ -291,14 +338,19 @@ class _Reading:
 
     def _add_core(self, equation: Any) -> None:
         """Adds a product of attention: of queries and keys, or of scores and values."""
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        operands, result = equation.invars, equation.outvars[0]
-        size = math.prod(operands[0].aval.shape[i] for i in contracted)
-        self._core += math.prod(result.aval.shape) * size / TOKENS**2
-        self._scores = self._scores or math.prod(result.aval.shape) / TOKENS**2
-        for operand in map(self._numbers_of, operands):
+        result = equation.outvars[0]
+        self._core += _multiplications(equation) / self._tokens**2
+        self._scores = self._scores or math.prod(result.aval.shape) / self._tokens**2
+        for operand in map(self._numbers_of, equation.invars):
             if not self._in_attention(operand):
-                self._inner += math.prod(operand.aval.shape) / TOKENS
+                self._inner += math.prod(operand.aval.shape) / self._tokens
+
+    def _add_mixing(self, equation: Any) -> None:
+        """Adds a product of tokens with tokens outside of attention, as a recurrence has in each of
+        its blocks."""
+        self._mixing += _multiplications(equation) * self._trips / self._tokens
+        for operand in variables(equation.invars):
+            self._inner += math.prod(operand.aval.shape) * self._trips / self._tokens
 
     def _name_products(self, equation: Any) -> None:
         """For an equation that names a value: gives this name to the products whose sum the value

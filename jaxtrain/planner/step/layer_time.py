@@ -329,6 +329,13 @@ class MeanLayer(StepPart):
     def ops(self, dense: bool) -> dict[str, TimeBreakdown]:
         """F, R, B and W. R is what the layout's recomputation costs of a layer that has it, and the
         others are those of the mean layer."""
+        kinds = [(kind._ops(dense), part) for kind, part in self.kinds(dense)]
+        return {
+            op: sum((ops[op] * part for ops, part in kinds), TimeBreakdown()) for op in kinds[0][0]
+        }
+
+    def _ops(self, dense: bool) -> dict[str, TimeBreakdown]:
+        """`ops` where all layers are of one kind."""
         remat, looped = self.layout.recomputation, self._layers_of_unit > 1
         arguments = dense, looped, self.unread, self._pairs()
         ops, fraction = self._layer(remat.mode).ops(*arguments), self.recomputed_fraction
@@ -353,7 +360,8 @@ class MeanLayer(StepPart):
     def saved_by_overlap(self) -> float:
         """Seconds that overlapped cells save in one layer."""
         remat = self.layout.recomputation
-        return self._layer(remat.mode if remat.layers is None else "none").saved_by_overlap
+        layer = self._layer(remat.mode if remat.layers is None else "none")
+        return sum(part * kind.saved_by_overlap for kind, part in layer.kinds())
 
     def _layer(self, mode: str) -> LayerTime:
         """A layer of this mode of recomputation."""

@@ -76,9 +76,9 @@ def value_of(atom, env: dict):
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
-def inline(jaxpr, consts, args, keep: KeepRule):
+def inline(jaxpr, consts, args, keep: KeepRule, unroll: bool = True):
     """Evaluates a jaxpr, going into calls and scans: traced again, it is flat. Values that `keep`
-    does not keep lose their names."""
+    does not keep lose their names. unroll: scans are cut into trips; otherwise they stay whole"""
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
         zip(jaxpr.invars, args, strict=True)
     )
@@ -87,7 +87,7 @@ def inline(jaxpr, consts, args, keep: KeepRule):
         params, name = equation.params, equation.primitive.name
         inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
         # An unrolled scan is cut like other equations. A loop that must stay whole is a `while`.
-        if name == "scan":
+        if name == "scan" and unroll:
             out = _unrolled(params, values, keep)
         # A name is an equation by itself. Without it the value may be recomputed like any other.
         elif name == NAME and not keep(equation):
@@ -102,7 +102,7 @@ def inline(jaxpr, consts, args, keep: KeepRule):
                 else contextlib.nullcontext()
             )
             with scope:
-                out = inline(body, constants, values, keep)
+                out = inline(body, constants, values, keep, unroll)
         else:
             out = bind(equation, values)
         env.update(zip(equation.outvars, out, strict=True))

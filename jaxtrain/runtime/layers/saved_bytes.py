@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxtrain.config import PrecisionConfig, ResolvedModel
-from jaxtrain.config.groups.layer_kinds import kinds_of_layers
+from jaxtrain.config.groups.layer_kinds import forms_of_kinds, has_dropout, kinds_of_layers
 from jaxtrain.config.saved_values import LAYER_INPUT, LayerBytes, names_of, names_on_host
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.devices.mesh import AXES, MODEL, AbsentDevice, manual_axes, traced_for
@@ -60,8 +60,13 @@ class RuntimeLayer:
         kinds = kinds_of_layers(self.parts.cfg)
         return self.parts.specs["first"][str(kinds.index(self.kind))]
 
+    @property
+    def form(self) -> str:
+        return forms_of_kinds(self.parts.cfg)[self.kind]
+
     def __call__(self, params, x: jax.Array, extra) -> jax.Array:
-        """x [B, T, D] → the same shape and dtype. extra: (positions, segments or None)"""
+        """x [B, T, D] → the same shape and dtype. extra: (positions, segments or None, noise if
+        training drops numbers)"""
         blocks = self.parts.dense_blocks if self.dense else self.parts.blocks
         return row_major(blocks[self.kind](params)(row_major(x, TOKENS), *extra), TOKENS)
 
@@ -117,11 +122,13 @@ def host_rule(mode: str, save: Sequence[str], offload: bool = False) -> HostRule
     return lambda maker: makes_named(names, maker) if maker else LAYER_INPUT in names
 
 
-def examples(sequences: int, tokens: int, documents: bool) -> tuple[Any, Any]:
-    """The shapes of (positions, segments or None) of a microbatch on a device. documents: tokens
-    attend within their document"""
-    numbers = lambda n: jax.ShapeDtypeStruct((n, tokens), jnp.int32)
-    return (numbers(sequences), numbers(sequences)) if documents else (numbers(1), None)
+def examples(cfg: ResolvedModel, sequences: int, tokens: int, documents: bool) -> tuple[Any, ...]:
+    """The shapes of what a layer reads beside its input, for a microbatch on a device in training.
+    documents: tokens attend within their document"""
+    numbers = lambda n, dtype=jnp.int32: jax.ShapeDtypeStruct((n, tokens), dtype)
+    noise = (numbers(sequences, jnp.uint32),) if has_dropout(cfg) else ()
+    extra = (numbers(sequences), numbers(sequences)) if documents else (numbers(1), None)
+    return *extra, *noise
 
 
 def in_manual_region(
@@ -209,7 +216,7 @@ class LayerOnMesh:
         kind = kinds_of_layers(self.cfg)[0]
         layer = RuntimeLayer(parts, compute, fp8, kind, self.dense)
         shape = self.sequences, self.tokens, self.cfg.width
-        extra = examples(self.sequences, self.tokens, self.documents)
+        extra = examples(self.cfg, self.sequences, self.tokens, self.documents)
         # The second cut uses the first one's trace, which takes most of the time.
         everything = layer.split(shape, extra, keep_everything, host_rule("none", ()))
         saved = everything.recut(keep_rule(mode, save)).placed(host_rule(mode, save))

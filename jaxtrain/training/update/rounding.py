@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The fraction of the golden ratio: consecutive numbers, times this, are far apart in 32 bits.
-GOLDEN = 0x9E3779B9
+from jaxtrain.parallel.random_bits import GOLDEN, mixed
 
 
 def rounded(
@@ -48,19 +47,11 @@ def random_bits(key: jax.Array, count: jax.Array, use: int, shape: tuple[int, ..
     """Uniform uint32 of this shape; arguments as of `rounded`. A number depends on its index in the
     dimensions after the key's, not on their sizes."""
     lead = key.ndim - 1
-    hashed = _mixed(key[..., 0] + _mixed(count.astype(jnp.uint32) + jnp.uint32(GOLDEN)))
-    hashed = _mixed(hashed ^ _mixed(key[..., 1] + jnp.uint32(use)))
+    hashed = mixed(key[..., 0] + mixed(count.astype(jnp.uint32) + jnp.uint32(GOLDEN)))
+    hashed = mixed(hashed ^ mixed(key[..., 1] + jnp.uint32(use)))
     # One dimension after the other: a hash of an index over all dimensions would depend on their
     # sizes, and padding would change the random bits.
     for dim in range(lead, len(shape)):
         place = lax.broadcasted_iota(jnp.uint32, shape[: dim + 1], dim) * jnp.uint32(GOLDEN)
-        hashed = _mixed(hashed[..., None] + place)
+        hashed = mixed(hashed[..., None] + place)
     return hashed
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which each bit of the argument changes about half of the result's
-    (lowbias32 of Wellons, https://nullprogram.com/blog/2018/07/31)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)

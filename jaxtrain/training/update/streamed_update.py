@@ -31,7 +31,7 @@ from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.devices.state_stream import BlockGroup, StateStream
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.training.one_step import OneStep, StepMetrics
-from jaxtrain.training.parameter_layout import ParameterLayout, gathered
+from jaxtrain.training.parameter_layout import ParameterLayout, StackName, gathered
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.update import balance
 from jaxtrain.training.update.optimizer import Guard, Optimizer, parts_of
@@ -42,25 +42,24 @@ GROUP_BYTES = 64 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are updated together: stacks of one local unit, layer by layer, or parameters
-    outside of stacks.
+    """Parameters that are updated together: of one stack, layer by layer, or outside of stacks.
 
     indices: among the leaves of the state's parameters
-    paths:   keys in the tree of parameters, without the unit of a stack
+    paths:   keys in the tree of parameters; in a stack, those after the stack's
     specs:   of one layer
     shapes:  of the parameters on all devices
-    unit:    of the stacks; "" outside of stacks
+    stack:   None outside of stacks
     """
 
     indices: tuple[int, ...]
     paths: tuple[tuple[str, ...], ...]
     specs: tuple[Spec, ...]
     shapes: tuple[tuple[int, ...], ...]
-    unit: str
+    stack: StackName | None
 
     @property
     def layers(self) -> int:
-        return self.shapes[0][1] if self.unit else 1
+        return self.shapes[0][1] if self.stack else 1
 
     def tree(self, leaves: Sequence[Any]) -> dict:
         """The nested dict of something of each parameter."""
@@ -88,7 +87,7 @@ class ParameterGroup:
         if optimizer.keys is None or not rounds and optimizer.moments == "float32":
             return None
         keys = [optimizer.keys[i] for i in self.indices]
-        return [key[:, layer : layer + 1] for key in keys] if self.unit else keys
+        return [key[:, layer : layer + 1] for key in keys] if self.stack else keys
 
 
 class UpdateInputs(NamedTuple):
@@ -189,8 +188,8 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
     passes = tuple(_passes(one.layout, state))
     value_shardings = one.layout.shardings
     programs: dict[ParameterGroup, Wrapped] = {}
-    # Units of equal layers share a program: it knows neither its unit nor the layer's number, which
-    # is an argument. So a model has a few programs, however many layers it has.
+    # Stacks of equal layers share a program: it knows neither its stack nor the layer's number,
+    # which is an argument. So a model has a few programs, however many layers it has.
     alike: dict[tuple, Wrapped] = {}
     for group, blocks in passes:
         if group in programs:
@@ -201,7 +200,7 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
             one.layout.everywhere,
             one.layout.everywhere,
         )
-        key = (group.paths, group.specs, group.shapes, group.unit != "", str(shardings))
+        key = (group.paths, group.specs, group.shapes, group.stack is None, str(shardings))
         if key not in alike:
             update = functools.partial(_update, group, one)
             # The values are donated: the layer is replaced in place.
@@ -213,8 +212,8 @@ def streamed_update(one: OneStep, state: TrainState, jit: Callable[..., Wrapped]
 def _passes(
     layout: ParameterLayout, state: TrainState
 ) -> Iterator[tuple[ParameterGroup, BlockGroup]]:
-    """The groups of parameters with their blocks in the file, in the order of a pass over it: unit
-    by unit, layer by layer."""
+    """The groups of parameters with their blocks in the file, in the order of a pass over it: stack
+    by stack, layer by layer."""
     file = layout.disk
     assert file
     outline: Any
@@ -231,11 +230,11 @@ def _passes(
     moments = [[leaves[number] for number in each] for each in zip(*trees, strict=True)]
     masters = [[a] if is_on_disk(a) else [] for a in params]
     arrays_of = [[*each, *master] for each, master in zip(moments, masters, strict=True)]
-    for _, unit in itertools.groupby(_parameter_groups(layout, arrays_of), lambda g: g.unit):
-        in_unit = list(unit)
+    for _, stack in itertools.groupby(_parameter_groups(layout, arrays_of), lambda g: g.stack):
+        in_stack = list(stack)
         # Layers outside, groups inside: what is read lies in one piece of the file, in its order.
-        for layer in range(in_unit[0].layers):
-            for group in in_unit:
+        for layer in range(in_stack[0].layers):
+            for group in in_stack:
                 columns = zip(*(moments[i] for i in group.indices), strict=True)
                 arrays = [array for column in columns for array in column]
                 arrays += [array for i in group.indices for array in masters[i]]
@@ -245,17 +244,18 @@ def _passes(
 def _parameter_groups(
     layout: ParameterLayout, parts: list[list[DiskArray]]
 ) -> Iterator[ParameterGroup]:
-    """The groups of parameters: those of one unit whose state of one layer has GROUP_BYTES in a
+    """The groups of parameters: those of one stack whose state of one layer has GROUP_BYTES in a
     process, or a larger one alone."""
     devices = layout.mesh.devices.flat
     local_devices = len(devices) // len({device.process_index for device in devices})
     shapes = [array.shape for array in jax.tree.leaves(layout.shapes)]
     specs = jax.tree_util.tree_leaves_with_path(layout.specs, is_leaf=is_spec)
     keys = [tuple(str(key.key) for key in path) for path, _ in specs]
-    unit_of = lambda i: keys[i][1] if keys[i][0] == "layers" else ""
+    stack_of = lambda i: layout.stack_of(specs[i][0])
     # A group is one program and one read: small parameters, such as norms, go together with others,
     # since a request of a disk has a price of its own.
-    for unit, numbers in itertools.groupby(range(len(keys)), unit_of):
+    for stack, numbers in itertools.groupby(range(len(keys)), stack_of):
+        begin = (3 if stack.form else 2) if stack else 0  # of a parameter's keys in its layer
         together: list[list[int]] = []
         size = 0
         for i in numbers:
@@ -268,10 +268,10 @@ def _parameter_groups(
         for indices in together:
             yield ParameterGroup(
                 tuple(indices),
-                tuple(keys[i][2:] if unit else keys[i] for i in indices),
+                tuple(keys[i][begin:] for i in indices),
                 tuple(specs[i][1] for i in indices),
                 tuple(shapes[i] for i in indices),
-                unit,
+                stack,
             )
 
 
@@ -280,7 +280,8 @@ def _update(
 ) -> UpdateResults:
     """Inside jit: a group after the update of one layer of its stacks, or of all of it outside of
     stacks. values: of the group as ops read them, of all layers"""
-    layout, specs_of, stacked, layer = one.layout, group.specs, group.unit != "", inputs.layer
+    layout, specs_of, layer = one.layout, group.specs, inputs.layer
+    stacked = group.stack is not None
     cut = lambda a: lax.dynamic_slice_in_dim(a, layer, 1, 1) if stacked else a
     scattered, shardings = group.select(layout.scattered), group.select(layout.shardings)
 

@@ -183,10 +183,10 @@ class GatedAttention(Attention):
     def __init__(self, cfg, *args):
         super().__init__(cfg, *args)
         shape = cfg.width, cfg.heads * cfg.head_dim
-        self.gate = Dense(*shape, ("width", "heads"), cfg.init_std, bias=False)
+        self.new_gate = Dense(*shape, ("width", "heads"), cfg.init_std, bias=False)
 
     def __call__(self, x_BTD, *args):
-        gate_BTO = jax.nn.sigmoid(column_parallel(x_BTD, self.gate)[0])
+        gate_BTO = jax.nn.sigmoid(column_parallel(x_BTD, self.new_gate)[0])
         row_parallel = self.out.row_parallel
         self.out.row_parallel = lambda y_BTO: row_parallel(y_BTO * gate_BTO)
         return super().__call__(x_BTD, *args)
