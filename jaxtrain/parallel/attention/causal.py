@@ -160,10 +160,7 @@ def _block_attention(
     # The softmax does not change with what is subtracted, so the maximum has no gradient.
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
-    total, weighted = weights.sum(-1, keepdims=True), weights
-    if rule.sinks is not None:
-        sinks_KR1 = jnp.repeat(rule.sinks.astype(jnp.float32).reshape(k, n // k, 1), t, 1)
-        total += jnp.exp(sinks_KR1 - top)
+    weighted = weights
     if dropout:
         distance_TS = dropout.position_T[:, None] - jnp.arange(s)
         distance_RS = jnp.tile(distance_TS, (n // k, 1))
@@ -173,6 +170,10 @@ def _block_attention(
         "bkrs,bskh->bkrh", weighted.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
     )
     # The sum divides the product and not the weights: the output has fewer columns than the scores.
+    total = weights.sum(-1, keepdims=True)
+    if rule.sinks is not None:
+        sinks_KR1 = jnp.repeat(rule.sinks.astype(jnp.float32).reshape(k, n // k, 1), t, 1)
+        total += jnp.exp(sinks_KR1 - top)
     out_BKRH = (out_BKRH / total).astype(v_BSKH.dtype)
     return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
 
