@@ -40,14 +40,16 @@ def complete_times(known: KnownTimes | None, model: Model, stages: int, recomput
         known = KnownTimes(F=1.0, B=1.0, W=1.0, message=MESSAGE)
     # All below in times of F: a stage's forward takes time in proportion to its parameters that
     # each token multiplies with.
-    stage = model.layer().per_token * model.layers / stages
+    per_token = lambda kind, dense=False: kind.layer(dense).per_token
+    stage = model.mean(per_token) * model.layers / stages
     # A module that predicts a further token is another head, a layer and its projection. All of
     # them run forward and backward, three times a forward.
-    module = model.vocab_size * model.width + model.layer().per_token + 2 * model.width**2
+    last = model.of_kind(model.stack[-1])
+    module = model.vocab_size * model.width + per_token(last) + 2 * model.width**2
     head = 3 * (model.vocab_size * model.width + model.mtp_depth * module) / stage
     # The dense layers before the others run forward with the embedding, and forward and backward
     # with its gradient: four forwards, in two ops.
-    embed = 2 * model.dense_layers * model.layer(dense=True).per_token / stage
+    embed = 2 * model.dense_layers * model.mean(lambda kind: per_token(kind, True), True) / stage
     recompute = float(recomputes and stages > 1)
     both = known.FB or 0.0
     return Times(

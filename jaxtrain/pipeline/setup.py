@@ -185,7 +185,9 @@ def make_setup(
     # keeps its insertion order, so the oldest one goes first.
     if config not in _SETUPS:
         times = times_of(config)
-        setup = _Search(config.model, config.pipeline, config.mesh.stage, times, report).setup()
+        costs = model_of(config.model, config.data.sequence_length).layer_costs
+        search = _Search(config.model, config.pipeline, config.mesh.stage, times, costs, report)
+        setup = search.setup()
         while len(_SETUPS) >= MOST_SETUPS:
             _SETUPS.pop(next(iter(_SETUPS)))
         _SETUPS[config] = setup
@@ -194,12 +196,14 @@ def make_setup(
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """The search for the best table of a model on so many stages, with these op times."""
+    """The search for the best table of a model on so many stages, with these op times. costs: of
+    each layer over the mean one's, where layers are of several kinds; otherwise ()"""
 
     model: ModelConfig
     pipeline: PipelineConfig
     stages: int
     times: Times
+    costs: tuple[float, ...]
     report: table_search.ReportProgress
 
     def setup(self) -> Setup:
@@ -350,17 +354,18 @@ class _Search:
             known = SCHEDULES.get(self.pipeline.schedule)  # all for `auto`
             names = [each.placement for each in ([known] if known else SCHEDULES.values())]
             stages_of = [PLACEMENTS[name](self.stages, repeats) for name in dict.fromkeys(names)]
-        if pipeline.layer_costs or not ends_with_layers(self.model):
+        with_ends = ends_with_layers(self.model)
+        if pipeline.layer_costs or not (with_ends or self.costs):
             return [spread(layers, len(units), pipeline.layer_costs)]
         # Dense layers run before the first chunk, prediction modules after the last one; these two
         # chunks may then have no layer of their own. `times` are of a stage, and one layer is what
         # there is to move: with 4 stages, 8 layers and F + B + W + R = 6 it takes 3.
         saved = times.overlap if pipeline.overlap else 0.0
         layer = (times.F + times.B + times.W + times.R - saved) * self.stages / layers
-        work = TimesToBalance(layer, before=2 * times.embed, after=times.head)
-        return list(
-            dict.fromkeys(balanced(layers, each, least_layers(units), work) for each in stages_of)
-        )
+        ends = (2 * times.embed, times.head) if with_ends else (0.0, 0.0)
+        work = TimesToBalance(layer, *ends, self.costs, len(self.model.pattern))
+        least = least_layers(units) if with_ends else tuple(units)
+        return list(dict.fromkeys(balanced(layers, each, least, work) for each in stages_of))
 
     def _candidate(
         self,
@@ -383,7 +388,7 @@ class _Search:
             units_per_chunk, sizes = cut(chunks, pipeline.layers_per_op)
         # A unit's share is the cost of its layers over that of a mean stage. 8 layers of cost 1 on
         # 4 stages, a unit of 3 layers: 3 / (8 / 4) = 1.5.
-        costs = pipeline.layer_costs or (1.0,) * layers
+        costs = pipeline.layer_costs or self.costs or (1.0,) * layers
         ends, saved = itertools.accumulate(sizes), saved_fractions(pipeline.remat, sizes)
         shares = tuple(
             sum(costs[end - size : end]) / (sum(costs) / stages)

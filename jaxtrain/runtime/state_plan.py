@@ -97,6 +97,16 @@ def pool_arrays(
     ]
 
 
+def _arrays_of(split: LayerSplit | RecomputedLayer) -> tuple:
+    """What the arrays are that a layer leaves for a later op, to be compared with another's."""
+    shapes = [(a.shape, a.dtype) for a in jax.tree.leaves(split.residuals)]
+    places = jax.tree.leaves(split.on_host)
+    if isinstance(split, RecomputedLayer):
+        return shapes, places
+    stash = [(a.shape, a.dtype) for a in split.weight_stash]
+    return shapes, places, len(split.residuals.for_b), stash, split.gathered
+
+
 def empty(array: PoolArray) -> jax.Array:
     """A planned array, of which nothing may be read before it is written."""
     pool = host_memory.empty_pool(array.shape, array.dtype, array.on_host)
@@ -113,7 +123,8 @@ def buffer_names(ticks: TickTable) -> list[str]:
 class UnitPlan:
     """What the layers of every unit save between its ops.
 
-    sizes: the layers of each unit
+    layers: by kind
+    units: the kinds of the layers of each unit
     slotted: the table with its slots; None on one stage
     remat, save, offload: as `remat`, `save` and `offload_activations` of Runtime
 
@@ -121,41 +132,71 @@ class UnitPlan:
     them, as shapes.
     """
 
-    layer: RuntimeLayer
-    sizes: tuple[int, ...]
+    layers: Mapping[str, RuntimeLayer]
+    units: Sequence[Sequence[str]]
     slotted: SlottedTable | None
     remat: Remat
     save: tuple[str, ...]
     offload: bool
 
     def ranges(self, message: tuple[int, ...], extra) -> list[LayerRange]:
-        """The layers of a unit by what they save: the recomputed ones, which are the lowest, and
-        those that save everything."""
+        """The layers of a unit by their kind, and by what they save: the recomputed ones, which are
+        the lowest, and those that save everything."""
         # Stages may have fewer layers; the cut is the same in all, so that one program serves all.
-        mode, most = self.remat.mode, max(self.sizes)
+        mode, most = self.remat.mode, max(map(len, self.units))
         recomputed = self.remat.recomputed(most)
-        if not recomputed:
-            return [LayerRange(self._split("none", message, extra))]
-        lowest = LayerRange(
-            self._split(mode, message, extra),
+        rest = functools.partial(LayerRange, begin=recomputed)
+        lowest = functools.partial(
+            LayerRange,
             recomputed=mode == "full",
             layer_input="layer_input" * self._saves_inputs,
         )
+        if not recomputed:
+            return self._of_kinds(rest, "none", message, extra)
         if recomputed == most:
-            return [lowest]
-        # With `full:k` a unit has layers of both kinds, whose arrays differ: two sets of pools.
-        rest = LayerRange(self._split("none", message, extra), recomputed, None, False, *SAVED)
-        return [dataclasses.replace(lowest, end=recomputed), rest]
+            return self._of_kinds(lowest, mode, message, extra)
+        # With `full:k` a unit has layers of both, whose arrays differ: two sets of pools.
+        names = dict(zip(("residual_b", "residual_w", "weight_stash"), SAVED, strict=True))
+        return [
+            *self._of_kinds(functools.partial(lowest, end=recomputed), mode, message, extra),
+            *self._of_kinds(functools.partial(rest, **names), "none", message, extra),
+        ]
 
-    def _split(self, mode: str, message: tuple[int, ...], extra) -> LayerSplit | RecomputedLayer:
+    def _of_kinds(
+        self, make: Callable[..., LayerRange], mode: str, message: tuple[int, ...], extra
+    ) -> list[LayerRange]:
+        """A range for each kind of layer, cut into ops as this mode of remat says."""
+        ranges = [
+            make(self._split(layer, mode, message, extra), kind=kind, form=layer.form)
+            for kind, layer in self.layers.items()
+        ]
+        # Kinds whose layers leave arrays of the same shapes share a pool.
+        arrays = [_arrays_of(layers.split) for layers in ranges]
+        return [
+            dataclasses.replace(
+                layers,
+                pool_kinds=tuple(
+                    other.kind for other, b in zip(ranges, arrays, strict=True) if a == b
+                ),
+            )
+            for layers, a in zip(ranges, arrays, strict=True)
+        ]
+
+    def _split(
+        self, layer: RuntimeLayer, mode: str, message: tuple[int, ...], extra
+    ) -> LayerSplit | RecomputedLayer:
         """One layer cut into ops as this mode of remat says."""
         # On one stage forward and backward are one op without slots between them, and full
         # recomputation saves a layer's input alone.
         if mode == "full" and self.slotted is None:
-            x = jax.ShapeDtypeStruct(message, self.layer.compute)
-            return RecomputedLayer(self.layer, self.layer.specs, x, bool(self.input_on_host))
+            x = jax.ShapeDtypeStruct(message, layer.compute)
+            return RecomputedLayer(layer, layer.specs, x, bool(self.input_on_host))
         hosted = host_rule(mode, self.save, self.offload)
-        return self.layer.split(message, extra, keep_rule(mode, self.save), hosted)
+        return layer.split(message, extra, keep_rule(mode, self.save), hosted)
+
+    @property
+    def _compute(self) -> jnp.dtype:
+        return next(iter(self.layers.values())).compute
 
     @property
     def _saves_inputs(self) -> bool:
@@ -179,9 +220,7 @@ class UnitPlan:
 
         def messages(name: str, layers: int = 1) -> PoolArray:
             on_host, shape = name == self.input_on_host, (slots[name] * layers, *message)
-            return PoolArray(
-                shape, self.layer.compute, on_host, None if on_host else (None, *SPLIT)
-            )
+            return PoolArray(shape, self._compute, on_host, None if on_host else (None, *SPLIT))
 
         # Evaluation has no backward that would read anything but the inputs of units.
         if self.slotted.table.forward_only:
@@ -189,20 +228,22 @@ class UnitPlan:
         # A slot has room for each layer of the largest unit: all units share a stage's pools.
         pools: dict[str, Any] = {name: messages(name) for name in ("activation", "gradient")}
         for layers in ranges:
-            split, most = layers.split, layers.most(self.sizes)
+            split, most = layers.split, layers.most_entries(self.units)
             if layers.layer_input:
-                pools[layers.layer_input] = [messages(layers.layer_input, most)]
+                inputs = [messages(layers.layer_input, most)]
+                pools.setdefault(layers.layer_input, {})[layers.pool] = inputs
             for name, shapes, on_host in (
                 (layers.residual_b, split.residuals.for_b, split.on_host.for_b),
                 (layers.residual_w, split.residuals.for_w, split.on_host.for_w),
                 (layers.weight_stash, split.weight_stash, ()),
             ):
-                pools[name] = pool_arrays(slots[name], most, shapes, on_host)
+                arrays = pool_arrays(slots[name], most, shapes, on_host)
+                pools.setdefault(name, {})[layers.pool] = arrays
             # What B has gathered for W stays replicated: the partitioner may split it, and W would
             # gather it again.
-            pools[layers.weight_stash] = [
+            pools[layers.weight_stash][layers.pool] = [
                 dataclasses.replace(a, axes=(None,) * len(a.shape)) if gathered else a
-                for a, gathered in zip(pools[layers.weight_stash], split.gathered, strict=True)
+                for a, gathered in zip(arrays, split.gathered, strict=True)
             ]
         return Pools(**pools)
 
@@ -217,7 +258,7 @@ class UnitPlan:
         # Permutes send buffers that nobody has filled: of zeros, whatever reads them stays finite.
         # A slot is read only after an op has filled it, so pools need no values.
         buffers = {
-            name: constrain(jnp.zeros(message, self.layer.compute), SPLIT)
+            name: constrain(jnp.zeros(message, self._compute), SPLIT)
             for name in buffer_names(ticks)
         }
         pools = jax.tree.map(empty, self.pools(ranges, message))
@@ -226,20 +267,20 @@ class UnitPlan:
     def slot_bytes(self, ranges: Sequence[LayerRange], model: int) -> dict[str, SlotBytes]:
         """Pool → bytes of one of its slots on each of `model` devices."""
         sizes: dict[str, SlotBytes] = {}
-        for layers in ranges:
-            saved, most = bytes_of(layers.split, model), layers.most(self.sizes)
-            inputs = {"activation": saved.input, "gradient": saved.input}
-            if layers.layer_input:
-                inputs[layers.layer_input] = most * saved.input
-            sizes |= {
-                name: SlotBytes(size, size * (name == self.input_on_host))
-                for name, size in inputs.items()
-            }
-            sizes |= {
+        for layers in {each.saved: each for each in ranges}.values():  # one of those with one pool
+            saved, most = bytes_of(layers.split, model), layers.most_entries(self.units)
+            on_host = lambda name, size: SlotBytes(size, size * (name == self.input_on_host))
+            sizes |= {name: on_host(name, saved.input) for name in ("activation", "gradient")}
+            of_range = {
                 layers.residual_b: SlotBytes(most * saved.residual_b, most * saved.host_b),
                 layers.residual_w: SlotBytes(most * saved.residual_w, most * saved.host_w),
                 layers.weight_stash: SlotBytes(most * saved.weight_stash),
             }
+            if layers.layer_input:
+                of_range[layers.layer_input] = on_host(layers.layer_input, most * saved.input)
+            for name, size in of_range.items():
+                before = sizes.get(name, SlotBytes(0))
+                sizes[name] = SlotBytes(*map(sum, zip(before, size, strict=True)))
         return sizes
 
 

@@ -17,6 +17,8 @@ No JAX here.
 import dataclasses
 import functools
 import heapq
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,6 +27,12 @@ import numpy as np
 from jaxtrain.schedule.table import units_of
 
 # --- layers into chunks, chunks into units --------------------------------------------------------
+
+# The busiest stage's time with units of entire periods of a pattern, over that without, up to which
+# they are entire periods. All stages then run the same kinds in the same order, so that stages with
+# as many layers have loops of known numbers of trips, and stacks and slots have no entries that
+# only another stage uses.
+PERIODS_WORTH = 1.03
 
 
 class _Cut(NamedTuple):
@@ -76,12 +84,18 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
 
 
 class TimesToBalance(NamedTuple):
-    """The time of one layer, and of what a stage runs with the lowest layer (`before`: dense
-    layers) and with the highest one (`after`: prediction modules and head)."""
+    """The time of the mean layer, and of what a stage runs with the lowest layer (`before`: dense
+    layers) and with the highest one (`after`: prediction modules and head).
+
+    costs: of each layer over the mean one's, where layers are of several kinds; () elsewhere
+    period: layers after which their kinds are repeated
+    """
 
     layer: float
     before: float
     after: float
+    costs: tuple[float, ...] = ()
+    period: int = 1
 
 
 @functools.lru_cache(2**12)
@@ -95,6 +109,8 @@ def balanced(
 
     stage_of, least: the stage of each chunk, in model order, and the fewest layers it may have
     """
+    if work.costs:
+        return _balanced_kinds(stage_of, least, work)
     # Each layer beyond `least` goes to the stage that has the least to do so far, the lowest of
     # several. 8 layers of time 1, four stages of one chunk with at least one layer, and a head of
     # time 2 on the last stage: the sizes become (3, 2, 2, 1), and the stages work 3, 2, 2 and 3.
@@ -111,6 +127,41 @@ def balanced(
         sizes[min(chunks[stage], key=sizes.__getitem__)] += 1
         heapq.heapreplace(idlest, (time + work.layer, stage))
     return tuple(sizes)
+
+
+def _balanced_kinds(
+    stage_of: tuple[int, ...], least: tuple[int, ...], work: TimesToBalance
+) -> tuple[int, ...]:
+    """`balanced` for layers of several kinds. With neither `before` nor `after`, chunks are as even
+    as can be. Chunks are entire periods where the busiest stage so works at most PERIODS_WORTH as
+    long."""
+    layers, chunks, work_alike = len(work.costs), len(stage_of), work._replace(costs=())
+    ends = work.before / work.layer, work.after / work.layer
+
+    def sizes(layers: int, each: int = 1) -> tuple[int, ...]:
+        """The sizes in multiples of `each` layers, taken to be alike."""
+        if not any(ends):
+            return spread(layers, chunks)
+        return balanced(layers, stage_of, least, work_alike._replace(layer=work.layer * each))
+
+    def busiest(sizes: Sequence[int]) -> float:
+        """The time of the busiest stage, over that of the mean layer."""
+        until = np.cumsum((0.0, *work.costs))[[0, *itertools.accumulate(sizes)]]
+        stages = *stage_of, stage_of[0], stage_of[-1]
+        return float(np.bincount(stages, (*np.diff(until), *ends)).max())
+
+    best = sizes(layers)
+    if any(ends):  # which are in the first and last chunk, as layers of their own
+        first, *between, last = spread(layers + 2, chunks, (ends[0], *work.costs, ends[1]))
+        by_costs = first - 1, *between, last - 1
+        if all(map(operator.ge, by_costs, least)):
+            best = min(best, by_costs, key=busiest)
+    periods, rest = divmod(layers, work.period)
+    if periods < sum(least):
+        return best
+    *lower, last = (work.period * n for n in sizes(periods, work.period))
+    in_periods = *lower, last + rest
+    return in_periods if busiest(in_periods) <= PERIODS_WORTH * busiest(best) else best
 
 
 def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -210,6 +261,12 @@ class Placement:
         """The number of layers in a stage's unit; 0 without such a unit."""
         return len(self.layers_of(local_unit, stage))
 
+    def kinds_of_units(self, kinds: Sequence[str]) -> list[tuple[str, ...]]:
+        """The kinds of the layers of each unit. kinds: of each layer"""
+        ends = itertools.accumulate(self.sizes)
+        units = zip(ends, self.sizes, strict=True)
+        return [tuple(kinds[end - size : end]) for end, size in units]
+
     def counts(self, local_unit: int) -> list[int]:
         """The layers of the unit on each stage that has it; 0 is possible."""
         return [
@@ -243,6 +300,16 @@ class Placement:
     def stack_size(self, local_unit: int, form: str = "") -> int:
         """The layers in the stacked array of these units: the most that a stage has."""
         return max(len(self.stack(local_unit, stage, form)) for stage in range(self.stages))
+
+    @property
+    def stored_layers(self) -> tuple[int, ...]:
+        """The layers of each form whose parameters a device has memory for, the same on all
+        stages."""
+        units = range(self.units_per_stage)
+        return tuple(
+            sum(self.stack_size(unit, form) for unit in units)
+            for form in dict.fromkeys(self.forms or [""])
+        )
 
     def layer_index(self, local_unit: int, form: str = "") -> np.ndarray:
         """int32 [stages, stack_size]: the layer of each entry of the stacked array, −1 of an unused

@@ -55,7 +55,8 @@ def run(case: str, extra, recompute: bool):
     )
     layer = lambda params, x, extra: block(params, x, *extra)
     split = LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra)
-    pool = lambda shapes: [jnp.full_like(empty(a), jnp.nan) for a in pool_arrays(3, rows, shapes)]
+    nan = lambda a: jnp.full_like(empty(a), jnp.nan)
+    pool = lambda shapes: {"": [nan(a) for a in pool_arrays(3, rows, shapes)]}
     pools = Pools(
         residual_b=pool(split.residuals.for_b),
         residual_w=pool(split.residuals.for_w),
@@ -119,7 +120,8 @@ def test_what_is_kept():
 
     def saved(split):
         stack = LayerStack([LayerRange(split)], placement, 0, 0)
-        return jax.eval_shape(lambda x: stack.output_saving(params, x, extra)[1], x)[0]
+        of_pools = jax.eval_shape(lambda x: stack.output_saving(params, x, extra)[1], x)
+        return of_pools["residual_b", ""]
 
     assert saved(RecomputedLayer(layer, params, x)).shape == (3, *SHAPE)  # each layer's input
     residuals = saved(split)

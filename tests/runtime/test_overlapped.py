@@ -3,32 +3,45 @@ results are compared in tests/training/test_overlap.py."""
 
 import pytest
 
+from jaxtrain.runtime.layers import layer_loops
+from jaxtrain.runtime.layers.layer_loops import LayerRange, layers_in_order
 from jaxtrain.runtime.layers.overlapped import plan_pairs
 
-UNITS = {  # the bounds of F's ranges, and of B's
-    "equal": ({"f": (0, 3)}, {"b": (0, 3)}),
-    "two ranges each": ({"f0": (0, 2), "f1": (2, 5)}, {"b0": (0, 1), "b1": (1, 3)}),
-    "more of B": ({"f": (0, 1)}, {"b0": (0, 2), "b1": (2, 4)}),
-    "no layer of F": ({}, {"b": (0, 2)}),
-    "no layer of B": ({"f": (0, 2)}, {}),
+KIND = {kind: LayerRange(None, kind=kind, pool_kinds=(kind,)) for kind in "wf"}
+RANGES = [LayerRange(None, end=2, recomputed=True), LayerRange(None, begin=2)]
+UNITS = {  # the ranges, and on each stage the kinds of F's layers, and of B's
+    "equal": ([LayerRange(None)], [3], [3]),
+    "two ranges each": (RANGES, [5], [3]),
+    "more of B": (RANGES, [1], [4]),
+    "no layer of F": (RANGES, [0], [2]),
+    "no layer of B": (RANGES, [2], [0]),
+    "uneven": (RANGES, [3, 2], [1, 2]),
+    "kinds": (list(KIND.values()), ["wwfwwf", "wwfwwf"], ["wfwfwf", "wfwfwf"]),
+    "kinds that differ": (list(KIND.values()), ["wwfww", "fwwf"], ["wwf", "fwwfw"]),
 }
 
 
-@pytest.mark.parametrize("f_bounds, b_bounds", UNITS.values(), ids=UNITS)
-def test_each_layer_once(f_bounds, b_bounds):
-    count = lambda bounds: max((end for _, end in bounds.values()), default=0)
-    range_of = lambda bounds, i: next(r for r, (begin, end) in bounds.items() if begin <= i < end)
-    f, b, pairs = [], [], 0
-    for loop in plan_pairs(f_bounds, b_bounds):
-        for trip in range(loop.start, loop.stop):
-            pairs += bool(loop.f and loop.b)
-            if loop.f:
-                assert range_of(f_bounds, trip) == loop.f
-                f.append(trip)
-            if loop.b:
-                layer = count(b_bounds) - 1 - trip
-                assert range_of(b_bounds, layer) == loop.b
-                b.append(layer)
-    assert f == list(range(count(f_bounds)))
-    assert b == list(reversed(range(count(b_bounds))))
-    assert pairs == min(len(f), len(b))
+@pytest.mark.parametrize("ranges, f, b", UNITS.values(), ids=UNITS)
+def test_each_layer_once(monkeypatch, ranges, f, b):
+    run = lambda start, stop, step, carry: [step(trip, None) for trip in range(start, stop)]
+    monkeypatch.setattr(layer_loops, "run_trips", run)
+    kinds_of = lambda unit: [""] * unit if isinstance(unit, int) else unit
+    layers = lambda unit: layers_in_order(ranges, kinds_of(unit))
+    f, b = list(map(layers, f)), list(map(layers, b))
+    plan = plan_pairs(f, b)
+    for stage in range(len(f)):
+        of_f, of_b = [], []
+
+        def both(run, values, _, of_f=of_f, of_b=of_b):
+            of_f.append((run.label[0], *map(int, values[:3])))
+            of_b.append((run.label[1], *map(int, values[3:])))
+
+        for loop in plan.both:
+            loop.run(stage, both, None)
+        assert len(of_f) == min(len(f[stage]), len(b[stage]))
+        for loops, done in ((plan.rest_of_f, of_f), (plan.rest_of_b, of_b)):
+            alone = lambda run, values, _, done=done: done.append((run.label, *map(int, values)))
+            for loop in loops:
+                loop.run(stage, alone, None)
+        assert of_f == [(trip.label, *trip.values) for trip in f[stage]]
+        assert of_b == [(trip.label, *trip.values) for trip in reversed(b[stage])]

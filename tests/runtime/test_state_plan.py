@@ -12,6 +12,7 @@ from jaxtrain.config.sizes import remat_of
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
 from jaxtrain.parallel.zero import Reduction, Zero
+from jaxtrain.runtime.layers.backward_split import Residuals
 from jaxtrain.runtime.state_plan import (
     ParameterPlan,
     PoolArray,
@@ -35,13 +36,13 @@ class Layer:
     """A layer whose forward leaves arrays of heads for B and scales for W, whose B leaves an array
     of heads for W that it has gathered, and which is cut without being traced."""
 
-    compute = COMPUTE
+    compute, form = COMPUTE, ""
 
     def split(self, message, extra, keep, hosted):
         pools = types.SimpleNamespace
         return pools(
-            residuals=pools(for_b=[HEADS], for_w=[SCALES]),
-            on_host=pools(for_b=[hosted(EXP)], for_w=[False]),
+            residuals=Residuals([HEADS], [SCALES]),
+            on_host=Residuals([hosted(EXP)], [False]),
             weight_stash=[HEADS],
             gathered=[True],
         )
@@ -52,7 +53,8 @@ def train_table() -> SlottedTable:
 
 
 def plan_of(slotted: SlottedTable | None, remat="none", sizes=(3, 2), offload=False) -> UnitPlan:
-    return UnitPlan(Layer(), sizes, slotted, remat_of(remat), (), offload)
+    units = [("",) * size for size in sizes]
+    return UnitPlan({"": Layer()}, units, slotted, remat_of(remat), (), offload)
 
 
 def test_an_array_of_heads_has_three_dimensions_in_a_slot():
@@ -77,14 +79,13 @@ def test_pools_of_a_table(offload):
     messages = lambda name: PoolArray((slots[name], *MESSAGE), COMPUTE, False, (None, *SPLIT))
     # the most layers of any unit, for each slot
     layers = 3
+    stash = PoolArray((slots["weight_stash"] * layers, 2, 8, 16), COMPUTE, False, (None,) * 4)
     assert plan.pools(plan.ranges(MESSAGE, None), MESSAGE) == Pools(
         activation=messages("activation"),
         gradient=messages("gradient"),
-        residual_b=[PoolArray((slots["residual_b"] * layers, 2, 8, 16), COMPUTE, offload)],
-        residual_w=[PoolArray((slots["residual_w"] * layers, 2, 8), jnp.dtype("float32"))],
-        weight_stash=[
-            PoolArray((slots["weight_stash"] * layers, 2, 8, 16), COMPUTE, False, (None,) * 4)
-        ],
+        residual_b={"": [PoolArray((slots["residual_b"] * layers, 2, 8, 16), COMPUTE, offload)]},
+        residual_w={"": [PoolArray((slots["residual_w"] * layers, 2, 8), jnp.dtype("float32"))]},
+        weight_stash={"": [stash]},
     )
 
 

@@ -131,3 +131,53 @@ def test_balanced_chunks_leave_the_busiest_stage_least():
         assert busiest(sizes) == least
     # the chunks of a stage are even, and none has fewer layers than it must have
     assert balanced(10, (0, 1, 1, 0), (1, 1, 3, 1), TimesToBalance(1.0, 0.0, 0.0)) == (3, 2, 3, 2)
+
+
+# --- layers of several kinds ----------------------------------------------------------------------
+
+
+def cut_of(
+    pattern: str, layers: int, stages: int, full: float = 1.3, ends: tuple[float, float] = (0, 0)
+) -> tuple[int, ...]:
+    """The layers of each stage, where a layer `f` costs `full` and all others 1. ends: the time of
+    what is before and after all layers, over that of the mean layer"""
+    costs = [full if kind == "f" else 1.0 for kind in (pattern * layers)[:layers]]
+    mean = sum(costs) / layers
+    work = TimesToBalance(1.0, *ends, tuple(cost / mean for cost in costs), len(pattern))
+    least = (0, *(1,) * (stages - 2), 0) if any(ends) else (1,) * stages
+    return balanced(layers, tuple(range(stages)), least, work)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("layers", [12, 26])
+@pytest.mark.parametrize("pattern", ["wwwf", "wwwwwf", "wf"])
+def test_chunks_of_several_kinds_are_even(pattern, layers, stages):
+    """Where entire periods would make a stage longer, counts are those of layers of one kind."""
+    assert cut_of(pattern, layers, stages) == spread(layers, stages)
+
+
+def test_entire_periods_where_they_cost_little():
+    assert cut_of("wf", 7, 3) == (2, 2, 3)  # as long as 3, 2, 2
+    assert cut_of("wwwf", 62, 4) == (16, 16, 16, 14)
+    assert cut_of("wwwwwf", 62, 4) == (16, 16, 15, 15)  # 18 layers would be 13 % longer
+    assert cut_of("wf", 62, 2) == (32, 30)
+    assert cut_of("wf", 62, 2, full=20) == (32, 30)
+
+
+def test_kinds_count_where_stages_balance_times():
+    """Eight layers, of which every fourth takes as long as ten others, and nothing else in the way:
+    the cheap ones go where no dear one is."""
+    assert cut_of("wwwf", 8, 2, full=10, ends=(0, 1e-9)) == (4, 4)
+    assert cut_of("wwwwwwf", 7, 2, full=6, ends=(0, 1e-9)) == (6, 1)
+    # the head takes the time of six: its stage has none of the dear layers
+    busy = cut_of("wf", 8, 2, full=3, ends=(0, 3))
+    assert sum(busy) == 8
+    assert busy[0] > busy[1]
+
+
+def test_ends_of_one_stage_add_up():
+    """In a V both ends are on stage 0."""
+    costs = (1.0,) * 8
+    work = TimesToBalance(1.0, 2.0, 2.0, costs, 1)
+    sizes = balanced(8, (0, 1, 1, 0), (0, 1, 1, 0), work)
+    assert sizes[0] + sizes[3] == 2

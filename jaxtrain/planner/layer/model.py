@@ -29,38 +29,44 @@ class Model(ResolvedModel):
     # --- kinds of layers -------------------------------------------------------------------------
 
     @functools.cached_property
-    def stack(self) -> collections.Counter[str]:
-        """Kind → the number of its layers among `layers`."""
-        return collections.Counter(layer_kinds.stacked_kinds(self))
-
-    @functools.cached_property
-    def first(self) -> collections.Counter[str]:
-        """Kind → the number of its layers among the dense ones before all others."""
-        return collections.Counter(layer_kinds.kinds_of_layers(self)[: self.dense_layers])
+    def stack(self) -> tuple[str, ...]:
+        """The kind of each of `layers`. Prediction modules have a layer of the last one's."""
+        return layer_kinds.stacked_kinds(self)
 
     @functools.cached_property
     def forms(self) -> collections.Counter[str]:
-        """Form → the number of its layers among `layers`. A form's layers are as those of the kind
-        of its name; "" stands for all kinds."""
-        names = layer_kinds.forms_of_kinds(self.resolved)
-        return collections.Counter(map(names.__getitem__, layer_kinds.stacked_kinds(self)))
+        """Form → the number of its layers among `layers`. A form's layers have the parameters of
+        the kind of its name; "" stands for all kinds."""
+        form_of = layer_kinds.forms_of_kinds(self.resolved)
+        return collections.Counter(form_of[kind] for kind in self.stack)
 
-    @property
-    def last(self) -> str:
-        """The kind of the last layer, of which prediction modules have one each."""
-        return layer_kinds.kinds_of_layers(self)[-1]
+    @functools.cached_property
+    def counts(self) -> tuple[collections.Counter[str], collections.Counter[str]]:
+        """Kind → the number of its layers: among `layers`, and among the dense ones before them, or
+        where there are none once more among `layers`."""
+        first = layer_kinds.kinds_of_layers(self)[: self.dense_layers]
+        return collections.Counter(self.stack), collections.Counter(first or self.stack)
 
     def of_kind(self, kind: str) -> "Model":
         """The model all of whose layers are of this kind; of the form "", of the first kind."""
         if not self.pattern:
             return self
-        kind = kind or next(iter(self.stack))
-        return model_of(layer_kinds.of_kind(self.resolved, kind), self.sequence)
+        config = layer_kinds.of_kind(self.resolved, kind or self.stack[0])
+        return model_of(config, self.sequence)
+
+    @functools.cached_property
+    def layer_costs(self) -> tuple[float, ...]:
+        """The operations of each of `layers` over those of the mean one, by which stages and their
+        units share work on any hardware; () where layers are of one kind."""
+        if len(self.counts[0]) == 1:
+            return ()
+        mean = self.mean(Model.layer_flops)
+        return tuple(self.of_kind(kind).layer_flops() / mean for kind in self.stack)
 
     def mean(self, number: Callable[["Model"], float], dense: bool = False) -> float:
         """The mean over the layers of a number that models of one kind have. dense: over the layers
         before those with experts"""
-        counts = self.first if dense and self.first else self.stack
+        counts = self.counts[dense]
         return sum(n * number(self.of_kind(kind)) for kind, n in counts.items()) / counts.total()
 
     @functools.cached_property
@@ -78,12 +84,13 @@ class Model(ResolvedModel):
     @functools.cached_property
     def _layers(self) -> tuple[Layer, Layer]:
         """A layer, and one of those before the layers that have experts."""
-        from jaxtrain.planner.layer.layer_trace import layer_of
+        from jaxtrain.planner.layer.layer_trace import TOKENS, layer_of
 
         assert not self.pattern, "layers of several kinds: ask `of_kind`"
-        layer = layer_of(self.of_one_layer, dense=False)
+        tokens = self.sequence if self.block or self.mixer else TOKENS
+        layer = layer_of(self.of_one_layer, False, tokens)
         has_others = self.experts > 0 and self.dense_layers > 0
-        return layer, layer_of(self.of_one_layer, dense=True) if has_others else layer
+        return layer, layer_of(self.of_one_layer, True, tokens) if has_others else layer
 
     @functools.cached_property
     def of_one_layer(self) -> ResolvedModel:
@@ -124,15 +131,12 @@ class Model(ResolvedModel):
     def sequence_flops(self, causal: bool = True) -> float:
         """Forward operations of a sequence: products with matrices, attention and the head. causal:
         attention's half counts."""
-        layers = self.layers * self.mean(lambda kind: kind.layer_flops(causal))
-        if self.dense_layers:
-            each = self.mean(lambda kind: kind.layer_flops(causal, dense=True), dense=True)
-            layers += self.dense_layers * each
-        if self.mtp_depth:
-            joining = 4.0 * self.sequence * self.width**2
-            layers += self.mtp_depth * (self.of_kind(self.last).layer_flops(causal) + joining)
+        each = lambda dense: self.mean(lambda kind: kind.layer_flops(causal, dense), dense)
+        layers = self.layers * each(False) + self.dense_layers * each(True)
+        module = self.of_kind(self.stack[-1]).layer_flops(causal)
+        module += 2.0 * self.sequence * 2 * self.width**2
         head = 2.0 * self.sequence * self.vocab_size * self.width
-        return layers + head * (1 + self.mtp_depth)
+        return layers + head + self.mtp_depth * (module + head)
 
     def training_flops_per_token(self, causal: bool = True) -> float:
         """Operations of forward and backward for one token, recomputation not counted: the backward

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxtrain import config as cfg
 from jaxtrain.config import ResolvedConfig
+from jaxtrain.config.groups.layer_kinds import stacked_kinds
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.pipeline.op_times import complete_times, has_recompute_ops
 from jaxtrain.pipeline.setup import Setup, make_setup
@@ -261,19 +262,18 @@ class PlannedTable:
         """
         if self.config.mesh.stage == 1:
             return None
-        setup = self.part().setup
-        placement, most = setup.placement, max(setup.placement.sizes)
-        recomputed = remat_of(self.config.pipeline.remat).recomputed(most)
+        setup, remat = self.part().setup, remat_of(self.config.pipeline.remat)
         assert setup.train is not None  # there are stages
         pools = setup.train.pool_sizes
         if setup.train_several:  # the program has both tables, one after the other
             several = setup.train_several.pool_sizes
             pools = {pool: max(number, several[pool]) for pool, number in pools.items()}
+        placement, most = setup.placement, max(setup.placement.sizes)
         return SlotCounts(
             pools,
-            layers=most,
-            saved_layers=(most - recomputed) * any(setup.table.saved),
-            stored_layers=sum(map(placement.stack_size, range(placement.units_per_stage))),
+            units=placement.kinds_of_units(stacked_kinds(self.config.model)),
+            recomputed=remat.recomputed(most) or most,
+            stored_layers=placement.stored_layers,
             shares_vocabulary=setup.shares_vocabulary,
         )
 

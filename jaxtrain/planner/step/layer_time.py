@@ -126,18 +126,23 @@ class LayerWork(StepPart):
 
     @functools.cached_property
     def attention(self) -> tuple[float, float, float]:
-        """Seconds of attention's core, forward and backward, and of its scores' passes through
-        memory, forward. Fused kernels leave out what is masked, and keep scores on the chip."""
+        """Seconds of attention's core, or of the products of tokens with tokens in its place,
+        forward and backward, and of its scores' passes through memory, forward. Fused kernels leave
+        out what is masked, and keep scores on the chip."""
         model, layout, hardware = self.model, self.layout, self.hardware
         flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
-        seconds = flops / hardware.peak(self.settings.precision.compute)
+        peak = hardware.peak(self.settings.precision.compute)
+        seconds = flops / peak
+        mixing = 2.0 * self.tokens * model.layer().mixing / (layout.model * hardware.attention[0])
+        mixing /= peak
         if self.settings.fused_attention:
             forward, backward = (0.5 * seconds / reached for reached in hardware.attention)
-            return forward, self.settings.attention_backward * backward, 0.0
+            return forward + mixing, self.settings.attention_backward * backward + 2 * mixing, 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
         scores = self.tokens * model.sequence * model.layer().scores / layout.model
         moved = self.item * self.settings.attention_passes * scores
-        return seconds, 2 * seconds, moved / hardware.streaming
+        forward = seconds + mixing
+        return forward, 2 * forward, moved / hardware.streaming
 
     @once
     def passes(self, dense: bool) -> float:
@@ -329,6 +334,13 @@ class MeanLayer(StepPart):
     def ops(self, dense: bool) -> dict[str, TimeBreakdown]:
         """F, R, B and W. R is what the layout's recomputation costs of a layer that has it, and the
         others are those of the mean layer."""
+        kinds = [(kind._ops(dense), part) for kind, part in self.kinds(dense)]
+        return {
+            op: sum((ops[op] * part for ops, part in kinds), TimeBreakdown()) for op in kinds[0][0]
+        }
+
+    def _ops(self, dense: bool) -> dict[str, TimeBreakdown]:
+        """`ops` where all layers are of one kind."""
         remat, looped = self.layout.recomputation, self._layers_of_unit > 1
         arguments = dense, looped, self.unread, self._pairs()
         ops, fraction = self._layer(remat.mode).ops(*arguments), self.recomputed_fraction
@@ -353,7 +365,8 @@ class MeanLayer(StepPart):
     def saved_by_overlap(self) -> float:
         """Seconds that overlapped cells save in one layer."""
         remat = self.layout.recomputation
-        return self._layer(remat.mode if remat.layers is None else "none").saved_by_overlap
+        layer = self._layer(remat.mode if remat.layers is None else "none")
+        return sum(part * kind.saved_by_overlap for kind, part in layer.kinds())
 
     def _layer(self, mode: str) -> LayerTime:
         """A layer of this mode of recomputation."""

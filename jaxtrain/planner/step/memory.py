@@ -27,17 +27,20 @@ traces it). With one stage layers save their inputs, or both residuals.
 """
 
 import bisect
+import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from jaxtrain.config import kernels
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers
+from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.layout import routed_capacity, sent_by_gateway
 from jaxtrain.planner.layer.settings import FLOAT32, FP8, ITEM
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
-from jaxtrain.planner.step.parameters import MASTERS
+from jaxtrain.planner.step.parameters import MASTERS, Layers
 from jaxtrain.planner.step.saved import LeastSaved, SavedBytes, bytes_on_host, layer_bytes
 from jaxtrain.planner.step.step_part import AnyPart
 from jaxtrain.planner.step.step_time import StepModel
@@ -77,25 +80,28 @@ class MemoryBreakdown:
 class SlotCounts:
     """The number of slots of each pool on the fullest stage.
 
-    layers:             layers of the largest unit; a slot of residuals or of the stash has memory
-                        for all of them
-    stored_layers:      layers whose parameters a device has memory for, the same on all stages
+    units:              the kinds of the layers of each unit; a slot of residuals or of the stash
+                        has memory for those of any unit
+    recomputed:         layers of a unit, the lowest, that are recomputed while the others save all,
+                        in slots of their own; or all of them
+    stored_layers:      layers of each form whose parameters a device has memory for, the same on
+                        all stages
     shares_vocabulary:  embedding and head are split over the stages; otherwise every stage has
                         memory for both
-    saved_layers:       those of `layers` that save all, in slots of their own, where others are
-                        recomputed
     """
 
     pools: Mapping[str, float]
-    layers: int
-    stored_layers: int
+    units: Sequence[Sequence[str]]
+    recomputed: int
+    stored_layers: Layers
     shares_vocabulary: bool
-    saved_layers: int = 0
 
-    def of_layers(self, pool: str) -> float:
-        """The slots of a pool, 0 if there is none, times the layers that each has memory for."""
-        layers = self.saved_layers if pool in SAVED else self.layers - self.saved_layers
-        return self.pools.get(pool, 0) * layers
+    def of_layers(self, pool: str, kinds: Sequence[str]) -> float:
+        """The slots of a pool, 0 if there is none, times the layers of these kinds that each has
+        memory for."""
+        border, in_others = self.recomputed, pool in SAVED
+        parts = (unit[border:] if in_others else unit[:border] for unit in self.units)
+        return self.pools.get(pool, 0) * max(sum(k in kinds for k in part) for part in parts)
 
 
 def memory(
@@ -116,7 +122,7 @@ def memory(
         shared = bool(slots and slots.shares_vocabulary)
         # Weights of another type than the products' are cast before the loops, once.
         cast = step.item * (step.item != settings.weight_bytes)
-    layers = slots.stored_layers if slots else 0
+    layers = slots.stored_layers if slots else ()
     held = step.device.parameters(layers, shared)
     numbers = settings.format.number * (1 + settings.format.blocks)  # for F and B
     quantized = 0.0
@@ -126,7 +132,7 @@ def memory(
         # parameters before and after a device's layers that multiply in FP8
         model = step.model
         at_ends = model.dense_layers * step.layer_parameters(True) + model.mtp_depth * (
-            step.layer_parameters() + 2 * model.width**2
+            step.of_kind(model.stack[-1]).layer_parameters() + 2 * model.width**2
         )
         products = held.layers + of_ends * at_ends
         # Megatron's masters are beside parameters of the format that is gathered.
@@ -153,14 +159,16 @@ def memory(
     if settings.inner_steps:
         outer = held.layers + held.ends / step.device.parts_of_ends(max(layout.zero, 1), shared)
         parts["outer"] = OUTER_BYTES * outer / step.shards
-    working = _layer_working(step) if settings.ours else working_of_others(step)
+    working_of = _layer_working if settings.ours else working_of_others
+    working = max(working_of(kind) for kind, _ in step.kinds())
     if sum(parts.values()) + working > enough:
         return MemoryBreakdown(parts | {"working": working}, {})
     if settings.ours:
         pools = _pools(step, slots) if slots else {}
         activations = sum(pools.values()) if slots else _saved_by_layers(step)
         head = max(_head_working(step, loss_chunk, bool(shared), working), _dense_working(step))
-        working += transposed_pools(step, slots) if slots else 0.0
+        if slots:
+            working += max(transposed_pools(step, slots, alike) for alike in _pooled(step).values())
     else:
         activations, pools = saved_by_others(step), {}
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
@@ -180,13 +188,8 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     chunks, schedule = layout.microbatches * v, step.schedule_forms
     residuals = min(schedule.residuals(p, v, layout.microbatches), chunks)
     stashes = min(schedule.stashes(p), chunks)
-    layers = math.ceil(step.model.layers / (p * v))
-    stored = layers * v
-    if step.uneven_placement:
-        layers = max(step.uneven_placement.sizes)
-        stored = sum(
-            map(step.uneven_placement.stack_size, range(step.uneven_placement.units_per_stage))
-        )
+    placement = step.uneven_placement
+    layers = max(placement.sizes) if placement else math.ceil(step.model.layers / (p * v))
     remat, full = layout.recomputation, layout.recomputation.mode == "full"
     pieces = spread(layers, math.ceil(layers / (layout.layers_per_op or layers)))
     saved = sum(n - remat.recomputed(n) for n in pieces) if remat.mode != "none" else 0
@@ -199,7 +202,13 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
         "layer_input": residuals * layout.saves_inputs,
         **dict(zip(SAVED, (residuals, residuals, stashes), strict=True)),
     }
-    return SlotCounts(pools, layers, stored, step.settings.vocabulary_parallel, saved_layers=saved)
+    return SlotCounts(
+        pools,
+        placement.kinds_of_units(step.model.stack) if placement else [[""] * layers],
+        layers - saved,
+        placement.stored_layers if placement else (layers * v,),
+        step.settings.vocabulary_parallel,
+    )
 
 
 def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepModel | None:
@@ -232,7 +241,7 @@ def bounded(step: StepModel) -> StepModel:
     """The step with a memory of at most its own, for which few layers are traced; the step itself
     where arrays go to the host's memory, or another framework runs it."""
     on_host = step.layout.offload != "none" or step.layout.saves_on_host
-    return step if on_host or not step.settings.ours else step.of_kind(_BoundedStep, step.layout)
+    return step if on_host or not step.settings.ours else step.as_part(_BoundedStep, step.layout)
 
 
 def best_interval(step: StepModel) -> float | None:
@@ -243,28 +252,28 @@ def best_interval(step: StepModel) -> float | None:
     slots = estimated_slots(step.on(step.layout.with_remat("full")))
     if slots is None:
         return None
-    layer = layer_bytes(step, remat="none")
+    saved = [(layer_bytes(kind, remat="none"), part) for kind, part in step.kinds()]
     rebuilt = sum(
-        slots.pools[pool] * getattr(layer, pool)
+        slots.pools[pool] * getattr(layer, pool) * part
         for pool in ("residual_b", "residual_w", "weight_stash")
+        for layer, part in saved
     )
     layers = math.ceil(step.model.layers / step.layout.stage)
     in_flight = slots.pools["activation"] / max(1, step.layout.repeats)
-    return min(layers, max(1.0, math.sqrt(in_flight * layers * layer.input / rebuilt)))
+    return min(layers, max(1.0, math.sqrt(in_flight * layers * saved[0][0].input / rebuilt)))
 
 
 def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     """Bytes of each pool in the device's memory."""
-    layer, saved = layer_bytes(step), layer_bytes(step, remat="none")
-    of_layers = {
-        "residual_b": layer.residual_b - layer.host_b,
-        "residual_w": layer.residual_w - layer.host_w,
-        "weight_stash": layer.weight_stash,
-        "layer_input": layer.input,
-        **dict(zip(SAVED, saved, strict=False)),
-    }
-    pools = {pool: slots.pools[pool] * layer.input for pool in ("activation", "gradient")}
-    pools |= {pool: slots.of_layers(pool) * size for pool, size in of_layers.items()}
+    pools: dict[str, float] = collections.defaultdict(float)
+    of_layer = ("residual_b", "residual_w", "weight_stash", "layer_input")
+    for remat, names in (("", of_layer), ("none", SAVED)):
+        for layer, kinds in _pooled(step, remat).items():
+            on_device = layer.residual_b - layer.host_b, layer.residual_w - layer.host_w
+            sizes = (*on_device, layer.weight_stash, layer.input)
+            for pool, size in zip(names, sizes, strict=False):
+                pools[pool] += slots.of_layers(pool, kinds) * size
+            pools |= {pool: slots.pools[pool] * layer.input for pool in ("activation", "gradient")}
     offloaded = (*SAVED[:2], "residual_b", "residual_w") * step.layout.offloads("activations")
     if step.layout.recomputation.mode == "full":
         inputs = "layer_input" if slots.pools.get("layer_input") else "activation"
@@ -272,20 +281,31 @@ def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     return {pool: size for pool, size in pools.items() if size and pool not in offloaded}
 
 
-def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
+def _pooled(step: StepModel, remat: str = "") -> dict[LayerBytes, list[str]]:
+    """The bytes of a layer → the kinds whose layers save so many. They are taken to save arrays of
+    the same shapes, for which a stage has one pool (runtime/state_plan.py)."""
+    pooled: dict[LayerBytes, list[str]] = {}
+    for kind in step.model.counts[0]:
+        pooled.setdefault(layer_bytes(step.of_kind(kind), remat=remat), []).append(kind)
+    return pooled
+
+
+def transposed_pools(step: StepModel, slots: SlotCounts, kinds: Sequence[str] = ("",)) -> float:
     """Bytes of copies where `model` splits layers: XLA transposes arrays of an entire pool before
-    an op's loop over layers.
+    an op's loop over layers. kinds: whose layers have the pool
 
     For microbatches of several sequences W transposes a gathered array of the stash, and B what a
     norm has saved; the ops take turns. For one sequence, W transposes the two gradients that it
     sums for biases, as wide as the hidden layer and as the layer. So it does with what a
     norm has made once more in 32 bits.
     """
-    model, layout = step.model, step.layout
+    step, layout = step.of_kind(kinds[0]), step.layout
+    model = step.model
     if layout.model == 1:
         return 0.0
     layer, saved = layer_bytes(step), layer_bytes(step, remat="none")
-    stashed, saved_stash = slots.of_layers("weight_stash"), slots.of_layers("saved_stash")
+    of_layers = lambda pool: slots.of_layers(pool, kinds)
+    stashed, saved_stash = of_layers("weight_stash"), of_layers("saved_stash")
     if layout.microbatch == 1:
         widths = model.layer().hidden * ("mlp" in model.biases) + model.width * (
             "out" in model.biases
@@ -293,27 +313,27 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
         biases = (stashed + saved_stash) * layer.input * widths / model.width
         return max(biases, stashed * layer.remade)
     gathered = stashed * layer.gathered + saved_stash * saved.gathered
-    norms = slots.of_layers("saved_w") * saved.normed
+    norms = of_layers("saved_w") * saved.normed
     if layout.recomputation.mode != SELECTIVE:
-        norms += slots.of_layers("residual_w") * layer.normed
+        norms += of_layers("residual_w") * layer.normed
     return max(gathered, norms, stashed * layer.remade)
 
 
 def _saved_by_layers(step: StepModel) -> float:
     """Bytes that all layers save of a microbatch in the device's memory, with one stage. Dense
     layers stand with the embedding, which nothing is offloaded of."""
-    mode, layers = step.layout.recomputation.mode, step.model.layers
-    recomputed = step.layout.recomputation.recomputed(layers)
+    mode, model = step.layout.recomputation.mode, step.model
+    recomputed = step.layout.recomputation.recomputed(model.layers)
 
-    def of_layer(dense: bool, remat: str) -> float:
-        saved = layer_bytes(step, dense, remat)
-        there = 0.0 if dense else bytes_on_host(step, remat)[0]
+    def of_layer(kind: str, remat: str, dense: bool = False) -> float:
+        layer = step.of_kind(kind)
+        saved = layer_bytes(layer, dense, remat)
+        there = 0.0 if dense else bytes_on_host(layer, remat)[0]
         return (saved.input if remat == "full" else saved.residual_b + saved.residual_w) - there
 
-    others = (layers - recomputed) * of_layer(False, "none")
-    return (
-        others + recomputed * of_layer(False, mode) + step.model.dense_layers * of_layer(True, mode)
-    )
+    modes = [mode if number < recomputed else "none" for number in range(model.layers)]
+    first = kinds_of_layers(model)[: model.dense_layers]
+    return sum(map(of_layer, model.stack, modes)) + sum(of_layer(k, mode, True) for k in first)
 
 
 def _layer_working(step: StepModel) -> float:
@@ -388,6 +408,7 @@ def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working:
     head = WIDE * step.item * step.tokens * model.width + logits + number * model.width * columns
     if not model.mtp_depth:
         return head
+    step = step.of_kind(model.stack[-1])
     layer, parameters = layer_bytes(step, remat="none"), are_sharded * step.layer_parameters()
     each = layer.residual_b + layer.residual_w + step.item * parameters
     return model.mtp_depth * each + max(head, layer_working + FLOAT32 * parameters)
@@ -399,7 +420,8 @@ def _dense_working(step: StepModel) -> float:
     layers, sharded = step.model.dense_layers, bool(step.device.axes_of_ends)
     if not layers or step.layout.stage == 1:
         return 0.0
-    saved = layer_bytes(step, dense=True, remat="none")
-    parameters = step.layer_parameters(True)
-    of_one = saved.residual_b + saved.residual_w + step.item * sharded * parameters
+    parameters = max(kind.layer_parameters(True) for kind, _ in step.kinds(dense=True))
+    saved = [(layer_bytes(kind, True, "none"), part) for kind, part in step.kinds(dense=True)]
+    of_one = sum(part * (layer.residual_b + layer.residual_w) for layer, part in saved)
+    of_one += step.item * sharded * step.layer_parameters(True)
     return layers * of_one + (step.item + FLOAT32 * sharded) * parameters

@@ -12,14 +12,19 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SELECTIVE, SHARD_AXES
 from jaxtrain.planner.layer.collective_time import Parameters
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import REPLICA
 from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime
-from jaxtrain.planner.step.parameters import DeviceParameters, DeviceState, ParameterGroups
+from jaxtrain.planner.step.parameters import (
+    DeviceParameters,
+    DeviceState,
+    Layers,
+    ParameterGroups,
+)
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.step_time import StepModel
@@ -106,14 +111,15 @@ class Device(DeviceState):
 
     @once
     def numbers(
-        self, of: OptimizerConfig | str, layers: int = 0, shared: bool | None = None
+        self, of: OptimizerConfig | str, layers: Layers = (), shared: bool | None = None
     ) -> float:
         """Numbers of an optimizer's state, or of MASTERS, in proportion to the parameters."""
         updated = self.updated(layers, shared)
         if isinstance(of, str):
             return updated
-        record, layer = OPTIMIZERS[of.name], self.model.layer()
-        return sum(record.state_numbers(a.shape, of) for a in layer.arrays) / layer.size * updated
+        record, mean = record_of(of.name), self.model.mean
+        state = mean(lambda m: sum(record.state_numbers(a.shape, of) for a in m.layer().arrays))
+        return state / mean(lambda m: m.layer().size) * updated
 
     @functools.cached_property
     def groups(self) -> ParameterGroups:
@@ -174,7 +180,12 @@ def saved_by_others(step: StepModel) -> float:
         in_flight = min(float(layout.microbatches), residuals / v)
     fraction = step.recomputed_fraction
     parts = {"none": 1 - fraction} | {layout.recomputation.mode: fraction}
-    saved = [(part, saved_of_layer(step, remat)) for remat, part in parts.items() if part]
+    saved = [
+        (part * of_kind, saved_of_layer(kind, remat))
+        for kind, of_kind in step.kinds()
+        for remat, part in parts.items()
+        if part
+    ]
     each = sum(part * on_device for part, (on_device, _) in saved)
     return each * layers * in_flight + ON_ITS_WAY * max(on_host for _, (_, on_host) in saved)
 

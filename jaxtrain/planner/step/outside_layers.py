@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.planner.layer.collective_time import StepCollectives
 from jaxtrain.planner.layer.layout import AXES
@@ -50,9 +50,11 @@ class EndsTime(StepPart):
         if not modules:
             return logits + sharded(table, 1, 1)
         # A prediction module joins two streams of the width and has a layer.
-        held, product = self.layer_parameters() + 2 * width**2, self.work.product
+        last, product = self.model.stack[-1], self.work.product
+        held = self.of_kind(last).layer_parameters() + 2 * width**2
         joining = sum(product(self.tokens / self.layout.model, width, 2 * width))
         # They save what they have in the device's memory: nothing of them is copied to the host's.
+        layer = layer.of_kind(last)
         on_device = layer.on(dataclasses.replace(layer.layout, offload="none", save=()))
         ops = [op for name, op in on_device.ops(False).items() if name != "R"]
         module = sum(ops, TimeBreakdown({MATMULS: joining}))
@@ -202,7 +204,7 @@ class UpdateTime(StepPart):
         parameters = self.device.updated()
         # the parameter, or its master, is read and written; a copy of a master is written
         value = 2 * (settings.master_bytes or settings.weight_bytes) + settings.copied_bytes
-        passes = FLOAT32 * (OPTIMIZERS[settings.optimizer.name].passes - 2) + value
+        passes = FLOAT32 * (record_of(settings.optimizer.name).passes - 2) + value
         state = 2 * settings.moment_bytes * self.device.numbers(settings.optimizer)
         seconds = {OPTIMIZER: (passes * parameters + state) / self.hardware.streaming}
         if layout.offloads("optimizer"):

@@ -3,10 +3,13 @@
 import dataclasses
 import functools
 import math
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxtrain.config import OptimizerConfig
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SHARD_AXES, padded_vocabulary, scattered
 from jaxtrain.planner.layer.collective_time import Parameters
 from jaxtrain.planner.layer.layer import EXPERT, MODEL, ParameterShape
@@ -17,6 +20,7 @@ from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.time_breakdown import COMMUNICATION_AXES
 
 MASTERS, PARAMETERS = "masters", "parameters"  # numbers of a device beside an optimizer's state
+Layers = tuple[int, ...]  # of each form, in the order of Model.forms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +41,12 @@ class DeviceParameters:
 
 
 class HeldNumbers(NamedTuple):
-    """Numbers of parameters, of an optimizer's state or of masters on a device: of a layer in a
-    stage's stack, and the part that experts have; of a table of the vocabulary; and of all that is
-    before and after a stage's layers."""
+    """Numbers of parameters, of an optimizer's state or of masters on a device: of a layer of each
+    form in a stage's stacks, and the part that experts have; of a table of the vocabulary; and of
+    all that is before and after a stage's layers."""
 
-    layer: float
-    experts: float
+    layer: Sequence[float]
+    experts: Sequence[float]
     table: float
     ends: float
 
@@ -67,7 +71,7 @@ def _held_numbers(
     """
     by_axis = dict(zip(COMMUNICATION_AXES, sizes, strict=True))
     optimizer = None if isinstance(of, str) else of
-    record = OPTIMIZERS[optimizer.name] if optimizer else None
+    record = record_of(optimizer.name) if optimizer else None
 
     def numbers(
         array: ParameterShape,
@@ -91,8 +95,11 @@ def _held_numbers(
         state = record.state(array.shape, optimizer)
         return sum(math.prod(parts[dim] for dim in dims) for dims in state)
 
-    layer, dense_layer = model.layer().arrays, model.layer(dense=True).arrays
-    in_stack = [numbers(array, at_end=False, over_stage=False) for array in layer]
+    forms = [model.of_kind(form).layer().arrays for form in model.forms]
+    in_stacks = [
+        {array: numbers(array, at_end=False, over_stage=False) for array in arrays}
+        for arrays in forms
+    ]
     by_axis["vocabulary"] = shards = by_axis[MODEL] * (by_axis[STAGE] if shared else 1)
     table = ParameterShape(
         "table", (model.vocab_size, model.width), ("vocabulary", ""), True, False
@@ -100,10 +107,11 @@ def _held_numbers(
     padded = padded_vocabulary(model.vocab_size, shards), model.width
     of_table = numbers(table, over_stage=not shared, padded=padded)
     ends = sum(map(numbers, model.ends)) + tables * of_table
-    ends += model.dense_layers * sum(map(numbers, dense_layer))
-    ends += model.mtp_depth * sum(map(numbers, layer))
-    experts = sum(n for n, array in zip(in_stack, layer, strict=True) if EXPERT in array.axes)
-    return HeldNumbers(sum(in_stack), experts, of_table, ends)
+    layer = lambda kind, dense=False: sum(map(numbers, model.of_kind(kind).layer(dense).arrays))
+    ends += sum(layer(kind, True) for kind in kinds_of_layers(model)[: model.dense_layers])
+    ends += model.mtp_depth * layer(model.stack[-1])
+    experts = [sum(n for array, n in of.items() if EXPERT in array.axes) for of in in_stacks]
+    return HeldNumbers([sum(of.values()) for of in in_stacks], experts, of_table, ends)
 
 
 class ParameterGroups(NamedTuple):
@@ -124,7 +132,7 @@ class DeviceState(StepPart):
     """What a device holds: numbers of parameters, of an optimizer's state and of masters.
 
     Where a method asks for them:
-    layers: that a device has memory for; those of the busiest stage if 0
+    layers: of each form, that a device has memory for; those of the busiest stage if ()
     shared: all stages share the tables at both ends; as the settings have it if None. Where they do
             not, each stage has both tables.
     """
@@ -141,17 +149,19 @@ class DeviceState(StepPart):
         return scattered((self.model.width,), [True], SHARD_AXES, False, sizes)[0]
 
     @once
-    def parameters(self, layers: int = 0, shared: bool | None = None) -> DeviceParameters:
+    def parameters(self, layers: Layers = (), shared: bool | None = None) -> DeviceParameters:
         """The parameters of a device on the stage with most of them."""
         layers, shared = self._defaults(layers, shared)
         held = self._held(PARAMETERS, shared, zero=False)
         sharded = self._held(PARAMETERS, shared).ends if self.axes_of_ends else None
-        return DeviceParameters(layers * held.layer, held.ends, layers * held.experts, sharded)
+        in_layers = lambda numbers: sum(map(operator.mul, layers, numbers))
+        return DeviceParameters(in_layers(held.layer), held.ends, in_layers(held.experts), sharded)
 
-    def _defaults(self, layers: int, shared: bool | None) -> tuple[int, bool]:
+    def _defaults(self, layers: Layers, shared: bool | None) -> tuple[Layers, bool]:
         """`layers` and `shared` where they are not given."""
         shared = self.settings.vocabulary_parallel if shared is None else shared
-        return layers or math.ceil(self.model.layers / self.layout.stage), shared
+        stages = self.layout.stage
+        return layers or tuple(math.ceil(n / stages) for n in self.model.forms.values()), shared
 
     def tables(self, shared: bool) -> int:
         """Tables of the vocabulary on the stage with most of them."""
@@ -164,7 +174,7 @@ class DeviceState(StepPart):
             return (held.layers + held.ends) / shards
         return held.layers / shards + held.sharded_ends
 
-    def updated(self, layers: int = 0, shared: bool | None = None) -> float:
+    def updated(self, layers: Layers = (), shared: bool | None = None) -> float:
         """The number of parameters that a device updates."""
         held, zero = self.parameters(layers, shared), self.layout.zero
         ends = held.ends / self.parts_of_ends(zero, shared)
@@ -173,13 +183,13 @@ class DeviceState(StepPart):
 
     @once
     def numbers(
-        self, of: OptimizerConfig | str, layers: int = 0, shared: bool | None = None
+        self, of: OptimizerConfig | str, layers: Layers = (), shared: bool | None = None
     ) -> float:
         """Numbers of an optimizer's state without counts of updates, or of MASTERS, on a device of
         the stage with most of them."""
         layers, shared = self._defaults(layers, shared)
         held = self._held(of, shared)
-        return layers * held.layer + held.ends
+        return sum(map(operator.mul, layers, held.layer)) + held.ends
 
     def _held(
         self, of: OptimizerConfig | str, shared: bool, zero: bool | None = None
@@ -192,7 +202,7 @@ class DeviceState(StepPart):
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
         """The number of shards into which stages cut the state of embedding and head; each stage
         updates its own shard. zero: ZeRO's stage"""
-        _, shared = self._defaults(0, shared)
+        _, shared = self._defaults((), shared)
         divides = self.model.width % (self.shards * self.layout.stage) == 0
         return self.layout.stage if not shared and zero and divides else 1
 

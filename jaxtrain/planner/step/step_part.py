@@ -16,6 +16,7 @@ from jaxtrain.planner.layer.collective_time import StepCollectives
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import AXES, Layout
 from jaxtrain.planner.layer.links import EXPERT, Links
+from jaxtrain.planner.layer.model import Model
 from jaxtrain.planner.layer.settings import StepSizes
 
 AnyPart = TypeVar("AnyPart", bound="StepPart")
@@ -57,13 +58,26 @@ class StepPart(StepSizes):
 
     def on(self, layout: Layout) -> Self:
         """This step, or part, with another layout. It shares the parts of this one."""
-        return self.of_kind(type(self), layout)
+        return self.as_part(type(self), layout)
 
-    def of_kind(self, kind: type[AnyPart], layout: Layout) -> AnyPart:
-        """A step, or part, of a kind, which shares the parts of this one."""
-        other = kind(self.model, layout, self.settings, self.hardware)
-        object.__setattr__(other, "_parts", self._parts)
+    def as_part(self, part: type[AnyPart], layout: Layout, model: Model | None = None) -> AnyPart:
+        """A step, or part, which shares the parts of this one. model: in the place of this one's"""
+        other = part(model or self.model, layout, self.settings, self.hardware)
+        parts = self._parts.setdefault(model, {}) if model else self._parts
+        object.__setattr__(other, "_parts", parts)
         return other
+
+    @once
+    def of_kind(self, kind: str) -> Self:
+        """This step, or part, of the model all of whose layers are of one kind."""
+        model = self.model.of_kind(kind)
+        return self if model is self.model else self.as_part(type(self), self.layout, model)
+
+    def kinds(self, dense: bool = False) -> list[tuple[Self, float]]:
+        """(This step, or part, with layers of one kind; the kind's fraction of the layers). dense:
+        of those before the layers with experts"""
+        counts = self.model.counts[dense]
+        return [(self.of_kind(kind), n / counts.total()) for kind, n in counts.items()]
 
     def part(self, kind: type[AnyPart]) -> AnyPart:
         """The step's part of this kind, whose `reads` are among this one's."""
@@ -71,7 +85,7 @@ class StepPart(StepSizes):
         key = kind, operator.attrgetter(*kind.reads)(self.layout)
         if key not in self._parts:
             layout = Layout(**dict(zip(kind.reads, key[1], strict=True)))
-            self._parts[key] = self.of_kind(kind, layout)
+            self._parts[key] = self.as_part(kind, layout)
         return self._parts[key]
 
     @functools.cached_property
@@ -112,5 +126,6 @@ class StepPart(StepSizes):
 
     @once
     def layer_parameters(self, dense: bool = False) -> float:
-        """Parameters of one layer on a device."""
-        return self.model.layer(dense).on_device(self.layout.model, self.layout.expert)
+        """Parameters of the mean layer on a device."""
+        sizes = self.layout.model, self.layout.expert
+        return self.model.mean(lambda kind: kind.layer(dense).on_device(*sizes), dense)

@@ -12,9 +12,11 @@ planner/search/predict.py then times the schedule's own table.
 """
 
 import functools
+import itertools
 import math
 import operator
 
+from jaxtrain.config.groups.layer_kinds import forms_of_layers
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.links import PERMUTE, STAGE, Collective
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
@@ -93,16 +95,16 @@ class StepModel(StepPart):
         recomputed = self.recomputed_fraction * (self.layout.recomputation.mode == "full")
         return self.update.seconds(busy, forward, backward, recomputed)
 
-    def _busiest_stage(self, layer: float, first: float, last: float) -> tuple[int, bool, bool]:
-        """Returns (the layers of the stage that works most; whether it has `first`, the dense
+    def _busiest_stage(self, layer: float, first: float, last: float) -> tuple[float, bool, bool]:
+        """Returns (the mean layers of the stage that works most; whether it has `first`, the dense
         layers before the others, and `last`, the head), from the seconds of these for one
         microbatch."""
         placement, layout = self.uneven_placement, self.layout
         if placement is None:
             return math.ceil(self.model.layers / layout.stage), True, True
-        held = [0] * layout.stage
+        held, costs = [0.0] * layout.stage, iter(self.model.layer_costs or [1.0] * placement.layers)
         for stage, size in zip(placement.stage_of, placement.sizes, strict=True):
-            held[stage] += size
+            held[stage] += sum(itertools.islice(costs, size))
         ends = placement.stage_of[0], placement.stage_of[-1]
         parts = [(size, stage == ends[0], stage == ends[1]) for stage, size in enumerate(held)]
         return max(parts, key=lambda part: sum(map(operator.mul, part, (layer, first, last))))
@@ -114,20 +116,23 @@ class StepModel(StepPart):
 
     @functools.cached_property
     def uneven_placement(self) -> Placement | None:
-        """The placement in which the stages that also run the dense layers or the prediction
-        modules have fewer of the other layers, as pipeline/setup.py makes it; None where layers are
-        spread evenly. The seconds that it balances are closed forms, for no table exists yet."""
-        model, layout = self.model, self.layout
-        if layout.stage == 1 or not (model.dense_layers or model.mtp_depth):
+        """The placement of layers of several kinds, or in which the stages that also run the dense
+        layers or the prediction modules have fewer of the other layers, as pipeline/setup.py makes
+        it; None where layers are spread evenly. The seconds that it balances are closed forms, for
+        no table exists yet."""
+        model, layout, costs = self.model, self.layout, self.model.layer_costs
+        with_ends = bool(model.dense_layers or model.mtp_depth)
+        if layout.stage == 1 or not (with_ends or costs):
             return None
         stage_of = PLACEMENTS[self.schedule_forms.placement](layout.stage, max(1, layout.repeats))
-        least = (0, *(1,) * (len(stage_of) - 2), 0)
+        least = (0, *(1,) * (len(stage_of) - 2), 0) if with_ends else (1,) * len(stage_of)
         layer = sum(op.seconds for op in self.layers.mean(False).values())
         if layout.overlap:
             layer -= self.layers.saved_by_overlap
-        work = TimesToBalance(layer, before=self.dense_layers.seconds, after=self.head.seconds)
+        ends = (self.dense_layers.seconds, self.head.seconds) if with_ends else (0.0, 0.0)
+        work = TimesToBalance(layer, *ends, costs, len(model.pattern))
         sizes = balanced(model.layers, stage_of, least, work)
-        return Placement(model.layers, layout.stage, 1, stage_of, sizes)
+        return Placement(model.layers, layout.stage, 1, stage_of, sizes, forms_of_layers(model))
 
     def _messages(self, microbatch: float) -> TimeBreakdown:
         """Two messages a chunk and microbatch, one each way, and the wait for those that arrive
@@ -190,7 +195,10 @@ class StepModel(StepPart):
             heads = model.vocab_size * model.width * (1 + model.mtp_depth)
             recomputed = model.sequence_flops(causal) - 2.0 * model.sequence * heads
         elif remat == SELECTIVE:
-            attention = model.attention_flops() * (0.5 if causal else 1.0)
-            again = self.on(self.layout.with_remat(remat)).part(LayerTime).flops_made_again
-            recomputed = model.layers * again(attention)
+            layer = self.on(self.layout.with_remat(remat)).part(LayerTime)
+            of_core = 0.5 if causal else 1.0
+            recomputed = model.layers * sum(
+                part * kind.flops_made_again(of_core * kind.model.attention_flops())
+                for kind, part in layer.kinds()
+            )
         return self.model_flops() + self.layout.batch * fraction * recomputed

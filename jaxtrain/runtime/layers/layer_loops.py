@@ -1,47 +1,64 @@
-"""The loops over the layers of one unit on one stage, and the parameters that each layer gets.
+"""The loops over the layers of one unit, and the parameters that each layer gets.
 
-Begin with `plan_loops`: it turns ranges of layers into a list of `Loop`s, in the order in which
-they run. The plan computes nothing on a device and can be printed. `run_loops` runs it where a
-layer's parameters are at hand; `run_loops_gathering` runs it where ZeRO-3 gathers them layer by
+Begin with `plan_loops`: it turns the layers of each stage, in the order in which they run, into a
+list of `Loop`s. The plan computes nothing on a device and can be printed. `run_loops` runs it where
+a layer's parameters are at hand; `run_loops_gathering` runs it where ZeRO-3 gathers them layer by
 layer. `UnitCollectives` has ZeRO's collectives themselves.
 
-A forward over five layers that gathers parameters, where R recomputes the lowest two:
+A loop repeats runs: layers of one range, one after the other. Ranges differ in what they save, and
+in their kind. Nine layers of a pattern of three windows (w) and one full attention (f):
 
-    Loop(recomputed, 0, 2, trips 0, 1)     layers 0, 1; layer 2 is gathered in the trip of layer 1
-    Loop(others, 2, 5, trips 0, 1)         layers 2, 3
-    Loop(others, 2, 5, trip 2, peeled)     layer 4, after which there is nothing to gather
+    all stages w w w f w w w f w     2 × (w 3, f 1); then w 1
+    stage 0    w w w f w             2 × (w 3, f 1 | w 1, f 0) on stage 0,
+    stage 1    w w f w                   (w 2, f 1 | w 1, f 0) on stage 1
 
-Stages may have different numbers of layers in a unit. Bounds are ints where all stages have the
-same, and traced int32 where they differ, so a stage with fewer layers computes less.
+Where stages have the same layers all counts are ints, and where they differ they are traced int32,
+read from a table by the stage: a kind of which there is none has a loop of no trips.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxtrain.devices.mesh import on_nvidia_gpu
 from jaxtrain.parallel.zero import Zero, gather, in_memory_order, in_order, reduce_in_op
 
 LayerNumber = Any  # an int, or a traced int32
-LayerBody = Callable  # (a layer's range, its number, its parameters, carry) → carry
+LayerBody = Callable  # (a layer's range, its LayerIndex, its parameters, carry) → carry
+# A plan whose runs have more bodies than this takes kinds from a table, with one body for each.
+MOST_BODIES = 8
+
+
+class LayerIndex(NamedTuple):
+    """Where a layer is: its number in the unit, its row in the stack of its form, and its entry in
+    a slot of its pools."""
+
+    number: LayerNumber
+    row: LayerNumber
+    entry: LayerNumber
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerRange:
-    """Consecutive layers of every unit that save the same for their backward.
+    """Layers of every unit that are of one kind, and save the same for their backward.
 
     split: a RecomputedLayer, or a LayerSplit, whose residuals and weight stash say which arrays lie
         in the pools, in which order
-    begin, end: of a unit's layers; end None: the unit's. A unit of fewer layers has those that it
-        has.
+    begin, end: of a unit's layers, those of other kinds counted; end None: the unit's. A unit of
+        fewer layers has those that it has.
     recomputed: the op R makes the residuals, where the unit has one, and not F
     residual_b, residual_w, weight_stash: the names of the pools
     layer_input: the name of the pool in which F leaves each layer's input for R; "": R starts from
         the unit's input, and makes each layer's from the one before
+    kind, form: of the layers (config/groups/layer_kinds.py)
+    pool_kinds: the kinds whose layers leave arrays of the same shapes, so that they share pools
     """
 
     split: Any
@@ -52,20 +69,37 @@ class LayerRange:
     residual_w: str = "residual_w"
     weight_stash: str = "weight_stash"
     layer_input: str = ""
+    kind: str = ""
+    form: str = ""
+    pool_kinds: tuple[str, ...] = ("",)
 
     @property
     def pools_of_forward(self) -> list[str]:
         """The names of the pools that F or R fills."""
         return [n for n in (self.residual_b, self.residual_w, self.layer_input) if n]
 
-    def bounds(self, layers: int) -> tuple[int, int]:
-        """Returns (the number of the lowest layer, the number after the highest) in a unit of so
-        many layers."""
-        return min(self.begin, layers), layers if self.end is None else min(self.end, layers)
+    @property
+    def pool(self) -> str:
+        """The key of its arrays in each of its pools."""
+        return self.pool_kinds[0]
 
-    def most(self, sizes: Sequence[int]) -> int:
-        """The most layers of it in any unit. sizes: the layers of each unit"""
-        return max(end - begin for begin, end in map(self.bounds, sizes))
+    @property
+    def saved(self) -> tuple[str, str]:
+        """Its key among what forward and backward at once save."""
+        return self.residual_b, self.pool
+
+    def has(self, kinds: Sequence[str], number: int) -> bool:
+        """Whether layer `number` of a unit is in it. kinds: of the unit's layers"""
+        end = len(kinds) if self.end is None else self.end
+        return self.begin <= number < end and kinds[number] == self.kind
+
+    def entries(self, kinds: Sequence[str]) -> int:
+        """The layers of a unit that leave arrays in its pools. kinds: of the unit's layers"""
+        return sum(kind in self.pool_kinds for kind in kinds[self.begin : self.end])
+
+    def most_entries(self, units: Sequence[Sequence[str]]) -> int:
+        """The most such layers in any unit. units: the kinds of the layers of each"""
+        return max(map(self.entries, units))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,6 +114,10 @@ class UnitCollectives:
 
     zero: Zero = Zero()
     reductions: Any = None
+
+    def of_form(self, form: str) -> "UnitCollectives":
+        """Those of one form, of which `reductions` has a tree each; "" where there is one."""
+        return dataclasses.replace(self, reductions=self.reductions[form]) if form else self
 
     @property
     def reduce_late(self) -> bool:
@@ -131,123 +169,244 @@ class UnitCollectives:
         )
 
 
-# A range's bounds on this stage: its first layer, and the number after its last one.
-RangeBounds = dict[LayerRange, tuple[LayerNumber, LayerNumber]]
-
-
-def bounds_on_stage(ranges: Sequence[LayerRange], counts: Sequence[int], stage) -> RangeBounds:
-    """counts: the unit's layers on each stage; stage: this device's, a traced int32"""
-    bounds = {}
-    for layers in ranges:
-        # Equal bounds stay ints: a loop of a known number of trips may be none at all.
-        begin, end = (
-            values[0] if len(set(values)) == 1 else jnp.asarray(values)[stage]
-            for values in zip(*map(layers.bounds, counts), strict=True)
-        )
-        bounds[layers] = begin, end
-    return bounds
-
-
-def layer_count(bounds: RangeBounds) -> LayerNumber:
-    """The number of a unit's layers on this stage. bounds: of its ranges, in the order of the
-    layers"""
-    return list(bounds.values())[-1][1] if bounds else 0
-
-
 # --- the plan -------------------------------------------------------------------------------------
+
+
+class Trip(NamedTuple):
+    """What a stage does in one trip of a loop.
+
+    label: what runs: a LayerRange, or two at once. Trips of one label have one body.
+    values: ints, the same number for each label. From a trip to the next one of the same label they
+        change by the same steps.
+    """
+
+    label: Any
+    values: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """Trips of one label that follow each other.
+
+    first: ints [values, stages, repeats], the values of the first trip
+    count: ints [stages, repeats], the number of trips
+    step: by how much the values change from a trip to the next one
+    """
+
+    label: Any
+    first: np.ndarray
+    count: np.ndarray
+    step: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """A loop over layers of one range, one a trip. Trip 0 is the range's first layer, or with
-    `reverse` its last one.
+    """Runs one after the other, all of them `repeats` times. peeled: it is the first or last trip,
+    which stands outside of other loops."""
 
-    begin, end: of the range's layers on this stage
-    start, stop: of the loop's trips
-    peeled: its only trip stands outside of a loop in the program
-    """
-
-    layers: LayerRange
-    begin: LayerNumber
-    end: LayerNumber
-    start: LayerNumber
-    stop: LayerNumber
-    reverse: bool = False
+    runs: list[Run]
+    repeats: int = 1
     peeled: bool = False
 
-    def layer(self, trip: LayerNumber) -> LayerNumber:
-        return self.end - 1 - trip if self.reverse else self.begin + trip
+    def run(self, stage, step: Callable, carry):
+        """carry = step(run, values, carry) in each trip. stage: this device's, a traced int32"""
 
-    def run(self, step: Callable, carry):
-        """carry = step(layer's number, carry) in each trip."""
-        one = lambda trip, carry: step(self.layer(trip), carry)
-        if self.peeled:
-            return one(self.start, carry)
-        return run_trips(self.start, self.stop, one, carry)
+        def runs(repeat: LayerNumber, carry):
+            for each in self.runs:
+                first = [_entry(table, stage, repeat) for table in each.first]
+
+                def trip(number: LayerNumber, carry, run=each, first=first):
+                    values = [_after(a, number, s) for a, s in zip(first, run.step, strict=True)]
+                    return step(run, values, carry)
+
+                carry = run_trips(0, _entry(each.count, stage, repeat), trip, carry)
+            return carry
+
+        return run_trips(0, self.repeats, runs, carry)
+
+
+def _after(value: LayerNumber, trips: LayerNumber, step: int) -> LayerNumber:
+    """A value after so many trips in which it has changed by `step`."""
+    if step in (1, -1):
+        return value + trips if step > 0 else value - trips
+    return value + trips * step
+
+
+def _entry(table: np.ndarray, stage, repeat: LayerNumber) -> LayerNumber:
+    """The entry of a table [stages, repeats]: an int where it is known while tracing."""
+    if (table != table[0]).any():
+        of_stage = jnp.asarray(table)[stage]
+        return of_stage[repeat]
+    if isinstance(repeat, int):
+        return int(table[0, repeat])
+    steps = set(np.diff(table[0]).tolist())
+    if len(steps) > 1:
+        return jnp.asarray(table[0])[repeat]
+    # An index that grows by the same step needs no table.
+    (step,) = steps
+    return _after(int(table[0, 0]), repeat, step) if step else int(table[0, 0])
+
+
+def layers_in_order(ranges: Sequence[LayerRange], kinds: Sequence[str]) -> list[Trip]:
+    """A trip for each layer of a unit. kinds: of its layers; the values are a LayerIndex"""
+    trips: list[Trip] = []
+    for number in range(len(kinds)):
+        layers = next(each for each in ranges if each.has(kinds, number))
+        row = sum(trip.label.form == layers.form for trip in trips)
+        index = LayerIndex(number, row, layers.entries(kinds[:number]))
+        trips.append(Trip(layers, index))
+    return trips
 
 
 def plan_loops(
-    bounds: RangeBounds,
-    reverse: bool = False,
-    peel_first: bool = False,
-    peel_last: bool = False,
+    stages: Sequence[list[Trip]], peel_first: bool = False, peel_last: bool = False
 ) -> list[Loop]:
-    """The loops that run each layer once, from the first one on, or with `reverse` from the last
-    one on.
+    """The loops that run each trip of each stage once, in order.
 
-    bounds: of ranges that follow each other, in the order of the layers
-    peel_first, peel_last: the layer that runs first, or last, stands outside of its loop; every
-        stage has it
+    stages: the trips of each stage
+    peel_first, peel_last: the trip that runs first, or last, stands outside of its loop; every
+        stage has it, with the same label
     """
-    loops = []
-    # A backward goes through the ranges from the last one, and through each from its last layer.
-    ranges = list(reversed(bounds.items()) if reverse else bounds.items())
-    for number, (layers, (begin, end)) in enumerate(ranges):
-        peels_first = peel_first and number == 0
-        peels_last = peel_last and number == len(ranges) - 1
-        start, stop = int(peels_first), end - begin - 1 if peels_last else end - begin
-        if peels_first:
-            loops.append(Loop(layers, begin, end, 0, 1, reverse, peeled=True))
-        loops.append(Loop(layers, begin, end, start, stop, reverse))
-        if peels_last:
-            loops.append(Loop(layers, begin, end, stop, stop + 1, reverse, peeled=True))
-    return loops
+    if not any(stages):
+        return []
+    steps: dict[Any, tuple[int, ...]] = {}
+    for a, b in itertools.chain(*map(itertools.pairwise, stages)):
+        if a.label == b.label:
+            steps[a.label] = tuple(np.subtract(b.values, a.values).tolist())
+    parts = [(part, False) for part in _parts([t[peel_first : len(t) - peel_last] for t in stages])]
+    if peel_first:
+        parts.insert(0, ([[[trips[:1]]] for trips in stages], True))
+    if peel_last:
+        parts.append(([[[trips[-1:]]] for trips in stages], True))
+    return [_loop(part, steps, peeled) for part, peeled in parts]
+
+
+# Trips as a loop runs them, by stage, by repeat and by run.
+_Part = list[list[list[list[Trip]]]]
+
+
+def _parts(stages: Sequence[Sequence[Trip]]) -> list[_Part]:
+    """The trips of each stage, cut into the loops that run them: whole periods, and what is before
+    and after them; or one loop over all, where stages differ."""
+    runs = [
+        [list(run) for _, run in itertools.groupby(trips, lambda trip: trip.label)]
+        for trips in stages
+    ]
+    shapes = [[(run[0].label, len(run)) for run in of_stage] for of_stage in runs]
+    if all(shape == shapes[0] for shape in shapes):
+        before, period, repeats = _period(shapes[0])
+        after = before + period * repeats
+        if before + period + len(shapes[0]) - after <= MOST_BODIES:
+            cuts = [(0, before, 1), (before, period, repeats), (after, len(shapes[0]) - after, 1)]
+            return [
+                [[of_stage[at + size * i :][:size] for i in range(count)] for of_stage in runs]
+                for at, size, count in cuts
+                if size
+            ]
+    # Each repeat has a run of each label, in one order; the best order needs the fewest repeats.
+    labels = list(dict.fromkeys(label for shape in shapes for label, _ in shape))
+    orders = [labels[i:] + labels[:i] for i in range(len(labels))]
+    options = [[_in_order(of_stage, order) for of_stage in runs] for order in orders]
+    part = min(options, key=lambda option: max(map(len, option)))
+    none: list[list[Trip]] = [[] for _ in labels]
+    most = max(map(len, part))
+    return [[of_stage + [none] * (most - len(of_stage)) for of_stage in part]]
+
+
+def _period(shape: list) -> tuple[int, int, int]:
+    """Returns (the runs before the period, those of a period, its repeats), with the fewest bodies.
+    shape: the label and length of each run"""
+    cuts = [(0, len(shape), 1)]
+    for before, period in itertools.product(range(len(shape)), range(1, len(shape) // 2 + 1)):
+        block, repeats = shape[before : before + period], 1
+        while shape[before + period * repeats :][:period] == block:
+            repeats += 1
+        cuts.append((before, period, repeats))
+    # a run of each body; those beyond the first repeat have none of their own
+    return max(cuts, key=lambda cut: cut[1] * (cut[2] - 1))
+
+
+def _in_order(runs: list[list[Trip]], labels: Sequence) -> list[list[list[Trip]]]:
+    """A stage's runs as repeats that have a run of each label, in this order; many are empty."""
+    repeats: list[list[list[Trip]]] = []
+    last = len(labels)
+    for run in runs:
+        number = labels.index(run[0].label)
+        if number <= last:
+            repeats.append([[] for _ in labels])
+        repeats[-1][number], last = run, number
+    return repeats
+
+
+def _loop(part: _Part, steps: dict[Any, tuple[int, ...]], peeled: bool) -> Loop:
+    runs = []
+    for number in range(len(part[0][0])):
+        table = [[repeat[number] for repeat in of_stage] for of_stage in part]
+        label, values = next(run[0] for run in itertools.chain(*table) if run)
+        # Where a run is empty nothing reads its first trip. With another stage's there more of the
+        # table is known while tracing.
+        others = [
+            next((run[0].values for run in of_repeat if run), values)
+            for of_repeat in zip(*table, strict=True)
+        ]
+        first = [
+            [run[0].values if run else other for run, other in zip(of_stage, others, strict=True)]
+            for of_stage in table
+        ]
+        count = np.array([[len(run) for run in of_stage] for of_stage in table])
+        step = steps.get(label, (0,) * len(values))
+        runs.append(Run(label, np.moveaxis(np.array(first), -1, 0), count, step))
+    return Loop(runs, len(part[0]), peeled)
 
 
 # --- two ways to run it ---------------------------------------------------------------------------
 
 
-def run_loops(
-    loops: Sequence[Loop], body: LayerBody, parameters: Callable[[LayerNumber], Any], carry
-):
-    """carry = body(range, i, parameters(i), carry) for each layer i."""
+def run_loops(loops: Sequence[Loop], stage, body: LayerBody, parameters: Callable[..., Any], carry):
+    """carry = body(range, i, parameters(range, i's row), carry) for each layer i. stage: this
+    device's, a traced int32"""
+
+    def step(run: Run, values: Sequence[LayerNumber], carry):
+        i = LayerIndex(*values)
+        return body(run.label, i, parameters(run.label, i.row), carry)
+
     for loop in loops:
-        step = lambda i, carry, layers=loop.layers: body(layers, i, parameters(i), carry)
-        carry = loop.run(step, carry)
+        carry = loop.run(stage, step, carry)
     return carry
 
 
 def run_loops_gathering(
-    loops: Sequence[Loop], body: LayerBody, gathered: Callable[[LayerNumber], Any], carry
+    loops: Sequence[Loop],
+    stage,
+    body: LayerBody,
+    gathered: Callable[[LayerRange, LayerNumber], Any],
+    first_rows: Sequence[int],
+    way: int,
+    carry,
 ):
-    """carry = body(range, i, gathered(i), carry) for each layer i. `gathered` has collectives: each
-    layer's trip begins with those of the next layer, so that they overlap with this layer's
-    products."""
+    """carry = body(range, i, gathered(range, i's row), carry) for each layer i. `gathered` has
+    collectives: each layer's trip begins with those of the next layer, so that they overlap with
+    this layer's products. All layers are of one form.
+
+    first_rows: for each stage the row of the layer that runs first
+    way: 1, or −1 where rows go down
+    """
     # The first layer's parameters are gathered before all loops; nothing overlaps with that.
-    way = -1 if loops[0].reverse else 1
-    state = gathered(loops[0].layer(0)), carry
+    of_form = functools.partial(gathered, loops[0].runs[0].label)
+    state = of_form(_entry(np.array(first_rows)[:, None], stage, 0)), carry
     for loop in loops:
         # A stage may have no layer in the last range. Then no layer is known to run last, none is
         # peeled, and the one that does gathers a layer that nobody reads: its number is clamped.
         is_last = loop.peeled and loop is loops[-1]
 
-        def step(i, state, layers=loop.layers, is_last=is_last):
+        def step(run: Run, values: Sequence[LayerNumber], state, is_last=is_last):
             parameters, carry = state
+            i = LayerIndex(*values)
             # Before the body, which does not depend on it: so XLA may start the gather first.
-            following = None if is_last else gathered(i + way)
-            return following, body(layers, i, parameters, carry)
+            following = None if is_last else of_form(i.row + way)
+            return following, body(run.label, i, parameters, carry)
 
-        state = loop.run(step, state)
+        state = loop.run(stage, step, state)
     return state[1]
 
 
@@ -257,11 +416,3 @@ def run_trips(start: LayerNumber, stop: LayerNumber, step: Callable, carry):
     if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
         return step(start, carry) if stop > start else carry
     return lax.fori_loop(start, stop, step, carry)
-
-
-def smaller(a: LayerNumber, b: LayerNumber) -> LayerNumber:
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
-
-
-def larger(a: LayerNumber, b: LayerNumber) -> LayerNumber:
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)

@@ -24,16 +24,16 @@ from jaxtrain.runtime.layers.backward_split import LayerOp, Residuals
 from jaxtrain.runtime.layers.interleave import TracedOp, side_by_side
 from jaxtrain.runtime.layers.layer_loops import (
     LayerBody,
+    LayerIndex,
     LayerNumber,
     LayerRange,
-    Loop,
+    Run,
+    Trip,
     UnitCollectives,
-    bounds_on_stage,
-    layer_count,
+    layers_in_order,
     plan_loops,
     run_loops,
     run_loops_gathering,
-    run_trips,
 )
 from jaxtrain.runtime.tick_state import Pools, merged
 from jaxtrain.schedule.placement import Placement
@@ -49,15 +49,15 @@ WITHOUT_ZERO = UnitCollectives()
 class LayerSlots:
     """The slots of one layer in the pools of its range, for the microbatch of an op.
 
-    layer: the layer's number in the unit
+    entry: the layer's in each slot
     slots: those that the op reads or fills
-    most: the most layers of the range in any unit, for which each slot has entries
+    entries: of a slot
     """
 
     layers: LayerRange
-    layer: LayerNumber
+    entry: LayerNumber
     slots: TickSlots
-    most: int
+    entries: int
 
     def residuals(self, pools: Pools) -> Residuals:
         """What the layer's forward has left."""
@@ -104,40 +104,42 @@ class LayerSlots:
         index = self._index(pool)
         return [
             as_written(host_memory.read_at(a, index)).reshape(like.shape)
-            for a, like in zip(getattr(pools, pool), shapes, strict=True)
+            for a, like in zip(getattr(pools, pool)[self.layers.pool], shapes, strict=True)
         ]
 
     def _write(self, pools: Pools, pool: str, values: Sequence[jax.Array]) -> Pools:
-        index = self._index(pool)
+        index, of_kinds = self._index(pool), getattr(pools, pool)
         arrays = [
             host_memory.write_at(a, value.reshape(a.shape[1:]), index)
-            for a, value in zip(getattr(pools, pool), values, strict=True)
+            for a, value in zip(of_kinds[self.layers.pool], values, strict=True)
         ]
-        return dataclasses.replace(pools, **{pool: arrays})
+        return dataclasses.replace(pools, **{pool: {**of_kinds, self.layers.pool: arrays}})
 
     def _index(self, pool: str) -> LayerNumber:
         # An array of a pool has one dimension for slots and layers (`state_plan.pool_arrays`).
-        return getattr(self.slots, pool) * self.most + self.layer - self.layers.begin
+        return getattr(self.slots, pool) * self.entries + self.entry
 
 
 class LayerStack:
     """The layers of one local unit on this stage, and their ops.
 
     Args:
-      ranges: of the unit's layers, one after the other.
-      placement: how many layers the unit has on each stage.
+      ranges: of the layers of all units.
+      placement: which layers the unit has on each stage.
       unit: the local unit's number.
       stage: this device's stage, a traced int32.
       collectives: ZeRO's, inside the ops.
       extra_of_layer: a function (extra, layer's number in the model) → what that layer reads beside
         its input; None: `extra`.
+      kinds: the kind of each layer of the model; (): all are of one.
 
     The methods take `params`, the stacked parameters, with leaves [stack_size, ...], and `sums`,
-    float32 sums of their gradients. `pools` and `slots` are those that the op uses.
+    float32 sums of their gradients: {form: stacks} where layers are of several forms. `pools` and
+    `slots` are those that the op uses.
 
     unit: the unit's key in trees of parameters
-    bounds: range → (its first layer, the number after its last one) on this stage; without ranges
-        of which no stage has a layer
+    ranges: those of which some stage has a layer in the unit
+    trips: for each stage its layers in their order, as trips of an op's loops
     """
 
     def __init__(
@@ -148,23 +150,30 @@ class LayerStack:
         stage,
         collectives: UnitCollectives = WITHOUT_ZERO,
         extra_of_layer: Callable | None = None,
+        kinds: tuple[str, ...] = (),
     ):
-        self.unit = str(unit)
+        self.unit, self.stage = str(unit), stage
         self._collectives, self._extra_of_layer = collectives, extra_of_layer
         # layer of the unit → its number in the model; only `extra_of_layer` needs them
         self._numbers: Any = None
         if extra_of_layer:
             self._numbers = jnp.asarray(placement.layer_index(unit))[stage]
-        counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
-        self._counts_of_unit = placement.counts(unit)
-        # a stack of one layer, which every stage has that has the unit
-        self._is_single = placement.stack_size(unit) == 1 and all(self._counts_of_unit)
-        # A stage without the unit never runs its ops. So its 0 layers need not make a single
-        # layer's bounds traced, which would put it into a loop.
-        self._counts = [1] if self._is_single else counts
-        self._sizes = placement.sizes
-        self._ranges = [each for each in ranges if each.most(self._counts)]
-        self.bounds = bounds_on_stage(self._ranges, self._counts, stage)
+        kinds = kinds or ("",) * placement.layers
+        self._units = placement.kinds_of_units(kinds)
+        # A stage without the unit never runs its ops. With the layers of another stage in its place
+        # it need not make the others' loops traced.
+        has_unit = [s for s in range(placement.stages) if placement.unit_at(unit, s) is not None]
+        self.trips = [
+            layers_in_order(ranges, [kinds[i] for i in placement.layers_of(unit, s)])
+            for s in (s if s in has_unit else has_unit[0] for s in range(placement.stages))
+        ]
+        used = {trip.label for of_stage in self.trips for trip in of_stage}
+        self.ranges = [layers for layers in ranges if layers in used]
+        forms = placement.forms_of_unit(unit)
+        self._has_forms = forms != ("",)
+        self._recomputed = [[t for t in ts if t.label.recomputed] for ts in self.trips]
+        # forms of which no stage has more than one layer in the unit
+        self._single = {form for form in forms if placement.stack_size(unit, form) == 1}
 
     @property
     def reduces_in_last(self) -> bool:
@@ -174,72 +183,86 @@ class LayerStack:
     @property
     def saves_in_f(self) -> bool:
         """True if F saves residuals or inputs of some layers, though R recomputes some."""
-        return self.saves_inputs or any(not each.recomputed for each in self._ranges)
+        return self.saves_inputs or any(not each.recomputed for each in self.ranges)
 
     @property
     def saves_inputs(self) -> bool:
         """True if F leaves the inputs of layers for R."""
-        return any(each.layer_input for each in self._ranges)
+        return any(each.layer_input for each in self.ranges)
 
     # ------------------------------------------------------------------ what each layer gets
 
-    def extra(self, extra, i: LayerNumber):
+    def extra(self, extra, i: LayerIndex):
         """What layer i reads beside its input."""
-        return self._extra_of_layer(extra, self._numbers[i]) if self._extra_of_layer else extra
+        if self._extra_of_layer is None:
+            return extra
+        return self._extra_of_layer(extra, self._numbers[i.number])
 
-    def parameters(self, params, i: LayerNumber, op: LayerOp):
-        """Layer i's parameters, gathered where the op reads them."""
-        return self._collectives.parameters(params, i, functools.partial(self._reads, op))
+    def parameters(self, params, layers: LayerRange, row: LayerNumber, op: LayerOp):
+        """The parameters of a layer in a row of its form's stack, gathered where the op reads
+        them."""
+        form = layers.form
+        reads = functools.partial(self._reads, op, form)
+        collectives = self._collectives.of_form(form)
+        return collectives.parameters(of_form(params, form), row, reads)
 
-    def slots(self, layers: LayerRange, i: LayerNumber, slots: TickSlots) -> LayerSlots:
+    def slots(self, layers: LayerRange, i: LayerIndex, slots: TickSlots) -> LayerSlots:
         """The slots of layer i, which is in this range."""
-        return LayerSlots(layers, i, slots, layers.most(self._sizes))
+        return LayerSlots(layers, i.entry, slots, layers.most_entries(self._units))
 
-    def _reads(self, op: LayerOp) -> Any:
-        """A tree of bools like the parameters: whether the op reads each in any range."""
-        reads = [layers.split.reads(op) for layers in self._ranges]
+    def _reads(self, op: LayerOp, form: str) -> Any:
+        """A tree of bools like the parameters of a form: whether the op reads each in any range."""
+        reads = [layers.split.reads(op) for layers in self.ranges if layers.form == form]
         return jax.tree.map(lambda *of_ranges: any(of_ranges), *reads)
 
-    def _plan(
+    def _run(
         self,
         op: LayerOp,
+        body: LayerBody,
+        params,
+        carry,
         reverse: bool = False,
         peel_first: bool = False,
-        ranges: Sequence[LayerRange] | None = None,
-    ) -> list[Loop]:
-        """The loops of an op over the layers of these ranges, of all if not given, in the order of
+        trips: Sequence[list[Trip]] | None = None,
+    ):
+        """carry = body(range, i, parameters of layer i, carry) for every layer i, in the order of
         the layers or in `reverse`.
 
         peel_first: the layer that runs first is not in a loop, so its body may return another carry
             than it gets
+        trips: those of each stage; None: all layers
         """
-        ranges = self._ranges if ranges is None else ranges
-        bounds = {layers: self.bounds[layers] for layers in ranges}
-        if not ranges or not self._gathers(op):
-            return plan_loops(bounds, reverse, peel_first)
-        # The layer that runs last has no layer to gather after it. It stands outside of its loop if
-        # its range has a layer for that on every stage; a peeled first one is not it.
-        last = ranges[0 if reverse else -1]
-        least = 2 if peel_first and len(ranges) == 1 else 1
-        counts = [end - begin for begin, end in map(last.bounds, self._counts_of_unit)]
-        return plan_loops(bounds, reverse, peel_first, peel_last=min(counts) >= least)
-
-    def _run(self, loops: Sequence[Loop], op: LayerOp, body: LayerBody, params, carry):
-        """carry = body(range, i, parameters of layer i, carry) for every layer i of the plan."""
-        if not loops:  # no stage has a layer in this unit
+        trips = self.trips if trips is None else trips
+        if not any(trips):  # no stage has a layer in this unit
             return carry
-        run = run_loops_gathering if self._gathers(op) else run_loops
-        return run(loops, body, lambda i: self.parameters(params, i, op), carry)
+        if reverse:
+            trips = [of_stage[::-1] for of_stage in trips]
+        parameters = functools.partial(self.parameters, params, op=op)
+        if not self._gathers_ahead(op):
+            return run_loops(plan_loops(trips, peel_first), self.stage, body, parameters, carry)
+        # The layer that runs last has no layer to gather after it. It stands outside of its loop if
+        # every stage has it; a peeled first one is not it.
+        has_last = _start_alike([of_stage[::-1] for of_stage in trips])
+        peel_last = has_last and min(map(len, trips)) > peel_first
+        loops = plan_loops(trips, peel_first, peel_last)
+        rows = [LayerIndex(*of_stage[0].values).row if of_stage else 0 for of_stage in trips]
+        way = -1 if reverse else 1
+        return run_loops_gathering(loops, self.stage, body, parameters, rows, way, carry)
 
-    def _gathers(self, op: LayerOp) -> bool:
-        return self._collectives.zero.gathers_in_ops and any(jax.tree.leaves(self._reads(op)))
+    def _gathers_ahead(self, op: LayerOp) -> bool:
+        """True if an op gathers a layer's parameters while the layer before computes."""
+        # Layers of several forms have different arrays, and a loop cannot carry one set in the
+        # place of another: each is gathered where it is used.
+        if not self._collectives.zero.gathers_in_ops or self._has_forms:
+            return False
+        return any(jax.tree.leaves(self._reads(op, "")))
 
     # ------------------------------------------------------------------ one op
 
     def output(self, params, x: jax.Array, extra) -> jax.Array:
         """The unit's output."""
         body = lambda layers, i, p, x: layers.split.layer(p, x, self.extra(extra, i))
-        return self._run(self._plan(LayerOp.WHOLE), LayerOp.WHOLE, body, params, x)
+        return self._run(LayerOp.WHOLE, body, params, x)
 
     def output_and_residuals(
         self, params, x: jax.Array, extra, pools: Pools, slots: TickSlots, op: str
@@ -250,7 +273,7 @@ class LayerStack:
             whose output takes the place of the unit's
         """
 
-        def body(layers: LayerRange, i: LayerNumber, p, carry):
+        def body(layers: LayerRange, i: LayerIndex, p, carry):
             x, pools = carry
             if op == "F" and layers.recomputed:
                 y, residuals = layers.split.layer(p, x, self.extra(extra, i)), None
@@ -258,12 +281,14 @@ class LayerStack:
                 y, residuals = layers.split.output_and_residuals(p, x, self.extra(extra, i))
             return y, self.slots(layers, i, slots).with_saved(pools, op, x, residuals)
 
-        ranges = [each for each in self._ranges if op != "R" or each.recomputed]
+        # R begins at the unit's input, and recomputed layers are its lowest ones.
+        trips = self._recomputed if op == "R" else self.trips
+        ranges = [each for each in self.ranges if op != "R" or each.recomputed]
         names = {name for each in ranges for name in each.pools_of_forward}
         # As WHOLE, F gathers every parameter: some of its layers may run as they are written.
         layer_op = LayerOp.WHOLE if op == "F" else LayerOp.FORWARD
-        loops, carry = self._plan(layer_op, ranges=ranges), (x, pools_of(pools, names))
-        y, written = self._run(loops, layer_op, body, params, carry)
+        carry = x, pools_of(pools, names)
+        y, written = self._run(layer_op, body, params, carry, trips=trips)
         return y, merged(pools, written)
 
     def rebuilt(self, params, extra, pools: Pools, slots: TickSlots) -> Pools:
@@ -272,39 +297,38 @@ class LayerStack:
         computes."""
         op = LayerOp.RECOMPUTE
 
-        def recompute(layers: LayerRange, i: LayerNumber, p) -> TracedOp:
+        def recompute(layers: LayerRange, i: LayerIndex, p) -> TracedOp:
             x = self.slots(layers, i, slots).layer_input(pools)
             return layers.split.recompute(p, x, self.extra(extra, i))
 
-        def body(layers: LayerRange, i: LayerNumber, p, written: Pools) -> Pools:
+        def body(layers: LayerRange, i: LayerIndex, p, written: Pools) -> Pools:
             residuals = recompute(layers, i, p).run()
             return self.slots(layers, i, slots).with_residuals(written, residuals)
 
-        def pair(layers: LayerRange, begin: LayerNumber, j: LayerNumber, written: Pools) -> Pools:
-            numbers = begin + 2 * j, begin + 2 * j + 1
-            ops = (recompute(layers, i, self.parameters(params, i, op)) for i in numbers)
-            for i, residuals in zip(numbers, side_by_side(*ops), strict=True):
-                written = self.slots(layers, i, slots).with_residuals(written, residuals)
+        def pair(run: Run, values: Sequence[LayerNumber], written: Pools) -> Pools:
+            layers = list(zip(run.label, two_layers(values), strict=True))
+            ops = (
+                recompute(each, i, self.parameters(params, each, i.row, op)) for each, i in layers
+            )
+            for (each, i), residuals in zip(layers, side_by_side(*ops), strict=True):
+                written = self.slots(each, i, slots).with_residuals(written, residuals)
             return written
 
-        ranges = [each for each in self._ranges if each.recomputed]
+        ranges = [each for each in self.ranges if each.recomputed]
         # Inputs are only read here, so the loops need not carry their pool.
         names = {name for each in ranges for name in (each.residual_b, each.residual_w)}
         written = pools_of(pools, names)
         in_pairs = any(each.split.has_messages for each in ranges)
         # Gathered parameters come a layer ahead, which needs one layer a trip.
         if self._collectives.zero.gathers_in_ops or not in_pairs:
-            loops = self._plan(op, ranges=ranges)
-            return merged(pools, self._run(loops, op, body, params, written))
-        odd = {}  # range → the bounds of its last layer, where their number is odd
+            written = self._run(op, body, params, written, trips=self._recomputed)
+            return merged(pools, written)
         with jax.named_scope(PAIRS_OF_R):
-            for layers in ranges:
-                begin, end = self.bounds[layers]
-                pairs = (end - begin) // 2
-                written = run_trips(0, pairs, functools.partial(pair, layers, begin), written)
-                odd[layers] = begin + 2 * pairs, end
+            for loop in plan_loops([pairs_of(t[::2], t[1::2]) for t in self._recomputed]):
+                written = loop.run(self.stage, pair, written)
         with jax.named_scope(REST_OF_R):
-            written = self._run(plan_loops(odd), op, body, params, written)
+            odd = [of_stage[len(of_stage) // 2 * 2 :] for of_stage in self._recomputed]
+            written = self._run(op, body, params, written, trips=odd)
         return merged(pools, written)
 
     def input_gradient(
@@ -314,7 +338,7 @@ class LayerStack:
         gradient g of its output."""
         op = LayerOp.INPUT_GRADIENT
 
-        def body(layers: LayerRange, i: LayerNumber, p, carry):
+        def body(layers: LayerRange, i: LayerIndex, p, carry):
             g, written = carry
             of_layer = self.slots(layers, i, slots)
             residuals = of_layer.residuals(pools)
@@ -323,96 +347,126 @@ class LayerStack:
 
         # The loops carry the pools that they write. What they only read they need not carry: it has
         # the same value in each trip.
-        carry = g, pools_of(pools, (layers.weight_stash for layers in self._ranges))
-        g, written = self._run(self._plan(op, reverse=True), op, body, params, carry)
+        carry = g, pools_of(pools, (layers.weight_stash for layers in self.ranges))
+        g, written = self._run(op, body, params, carry, reverse=True)
         return g, merged(pools, written)
 
     def weight_gradient(self, params, sums, extra, pools: Pools, slots: TickSlots):
         """`sums` + the gradients of the parameters."""
         op = LayerOp.WEIGHT_GRADIENT
 
-        def body(layers: LayerRange, i: LayerNumber, p, sums):
+        def body(layers: LayerRange, i: LayerIndex, p, sums):
             gradients = self.slots(layers, i, slots).weight_gradient(p, self.extra(extra, i), pools)
-            return self._collectives.add(sums, gradients, i, self._is_single)
+            return self._added(sums, gradients, layers.form, i.row)
 
-        return self._run(self._plan(op), op, body, params, sums)
+        return self._run(op, body, params, sums)
+
+    def _added(self, sums, gradients, form: str, row: LayerNumber) -> Any:
+        """`sums` + the gradients of the layer in a row of its form's stack."""
+        add, is_single = self._collectives.of_form(form).add, form in self._single
+        return with_form(sums, form, add(of_form(sums, form), gradients, row, is_single))
 
     def reduced_gradient(self, params, sums, shards, extra, pools: Pools, slots: TickSlots) -> Any:
         """`shards` with `sums` + the gradients of the parameters, reduced over `data`."""
         op = LayerOp.WEIGHT_GRADIENT
         # Late, each trip reduces the total of the layer before. So the first layer is peeled, which
-        # every stage must have, in the only range.
-        can_wait = len(self._ranges) == 1 and all(self._counts_of_unit) and not self._is_single
+        # every stage must have.
+        can_wait = _start_alike(self.trips) and not self._has_forms and not self._single
         late = can_wait and self._collectives.reduce_late
 
-        def with_reduced(shards, total, i: LayerNumber):
-            reduced = self._collectives.reduced(total)
-            return jax.tree.map(lambda a, g: a.at[i].set(g.astype(a.dtype)), shards, reduced)
+        def with_reduced(shards, total, form: str, row: LayerNumber):
+            reduced = self._collectives.of_form(form).reduced(total)
+            write = lambda a, g: a.at[row].set(g.astype(a.dtype))
+            return with_form(shards, form, jax.tree.map(write, of_form(shards, form), reduced))
 
-        def body(layers: LayerRange, i: LayerNumber, p, carry):
+        def body(layers: LayerRange, i: LayerIndex, p, carry):
             shards, *waiting = carry  # waiting: the total of the layer before, where late
             gradients = self.slots(layers, i, slots).weight_gradient(p, self.extra(extra, i), pools)
-            total = self._collectives.added(sums, gradients, i)
+            collectives, form = self._collectives.of_form(layers.form), layers.form
+            total = collectives.added(of_form(sums, form), gradients, i.row)
             if not late:
-                return (with_reduced(shards, total, i),)
-            return with_reduced(shards, waiting[0], i - 1) if waiting else shards, total
+                return (with_reduced(shards, total, form, i.row),)
+            return with_reduced(shards, waiting[0], form, i.row - 1) if waiting else shards, total
 
-        shards, *waiting = self._run(self._plan(op, peel_first=late), op, body, params, (shards,))
+        shards, *waiting = self._run(op, body, params, (shards,), peel_first=late)
         if not waiting:
             return shards
-        return with_reduced(shards, waiting[0], layer_count(self.bounds) - 1)
+        last = jnp.asarray([len(of_stage) - 1 for of_stage in self.trips])[self.stage]
+        return with_reduced(shards, waiting[0], "", last)
 
     # ------------------------------------------------------------------ forward and backward
 
-    def output_saving(self, params, x: jax.Array, extra) -> tuple[jax.Array, list[Any]]:
-        """Returns (the unit's output, for each range of layers their residuals [layers, ...] in the
-        device's or the host's memory)."""
+    def output_saving(self, params, x: jax.Array, extra) -> tuple[jax.Array, dict]:
+        """Returns (the unit's output, `LayerRange.saved` → residuals [layers, ...] in the device's
+        or the host's memory)."""
         op = LayerOp.FORWARD
         # One layer's residuals need no array to be written into, unless that is on the host.
-        on_host = any(jax.tree.leaves([each.split.on_host for each in self._ranges]))
-        if self._is_single and not on_host:
-            (layers,) = self._ranges
-            p = self.parameters(params, 0, op)
-            y, values = layers.split.output_and_residuals(p, x, self.extra(extra, 0))
-            return y, [jax.tree.map(lambda value: value[None], values)]
+        on_host = any(jax.tree.leaves([each.split.on_host for each in self.ranges]))
+        is_one_layer = len(self.ranges) == 1 and all(len(of_stage) == 1 for of_stage in self.trips)
+        if is_one_layer and not on_host:
+            (layers,), i = self.ranges, LayerIndex(0, 0, 0)
+            p = self.parameters(params, layers, i.row, op)
+            y, values = layers.split.output_and_residuals(p, x, self.extra(extra, i))
+            return y, {layers.saved: jax.tree.map(lambda value: value[None], values)}
 
-        def body(layers: LayerRange, i: LayerNumber, p, carry):
+        def body(layers: LayerRange, i: LayerIndex, p, carry):
             x, saved = carry
             y, values = layers.split.output_and_residuals(p, x, self.extra(extra, i))
-            number, at = self._ranges.index(layers), i - layers.begin
-            write = lambda a, value: host_memory.write_at(a, value, at)
-            written = jax.tree.map(write, saved[number], values)
-            return y, [*saved[:number], written, *saved[number + 1 :]]
+            write = lambda a, value: host_memory.write_at(a, value, i.entry)
+            return y, {**saved, layers.saved: jax.tree.map(write, saved[layers.saved], values)}
 
         # An entry for each layer, and no slots: a microbatch's backward follows its forward.
         def empty(layers: LayerRange) -> Any:
-            most, split = layers.most(self._counts), layers.split
+            most, split = layers.most_entries(self._units), layers.split
             pool = lambda a, hosted: host_memory.empty_pool((most, *a.shape), a.dtype, hosted)
             return jax.tree.map(pool, split.residuals, split.on_host)
 
-        carry = x, [empty(layers) for layers in self._ranges]
-        return self._run(self._plan(op), op, body, params, carry)
+        return self._run(op, body, params, (x, {each.saved: empty(each) for each in self.ranges}))
 
     def gradients(self, params, sums, extra, saved, g: jax.Array) -> tuple[Any, jax.Array]:
         """Returns (`sums` + the gradients of the parameters, the gradient of the unit's input),
         from what `output_saving` has saved."""
         op, reduces = LayerOp.BACKWARD, self._collectives.zero.reduces_in_ops
-        late = reduces and self._collectives.reduce_late and not self._is_single
-        add = functools.partial(self._collectives.add, is_single=self._is_single)
-        saved_of = dict(zip(self._ranges, saved, strict=True))
+        late = reduces and self._collectives.reduce_late
+        late = late and not self._has_forms and not self._single
 
-        def body(layers: LayerRange, i: LayerNumber, p, carry):
+        def body(layers: LayerRange, i: LayerIndex, p, carry):
             g, sums, *waiting = carry  # waiting: the gradients of the layer before, where late
-            at = i - layers.begin
-            residuals = jax.tree.map(lambda a: host_memory.read_at(a, at), saved_of[layers])
+            residuals = jax.tree.map(lambda a: host_memory.read_at(a, i.entry), saved[layers.saved])
             gradients, g = layers.split.gradients(p, self.extra(extra, i), residuals, g)
             if not late:
-                return g, add(sums, gradients, i)
-            return g, add(sums, waiting[0], i + 1) if waiting else sums, gradients
+                return g, self._added(sums, gradients, layers.form, i.row)
+            return g, self._added(sums, waiting[0], "", i.row + 1) if waiting else sums, gradients
 
-        loops = self._plan(op, reverse=True, peel_first=late)
-        g, sums, *waiting = self._run(loops, op, body, params, (g, sums))
-        return add(sums, waiting[0], 0) if late else sums, g
+        carry = g, sums
+        g, sums, *waiting = self._run(op, body, params, carry, reverse=True, peel_first=late)
+        return self._added(sums, waiting[0], "", 0) if late else sums, g
+
+
+def pairs_of(first: list[Trip], second: list[Trip]) -> list[Trip]:
+    """Trips of two layers each, as long as there are both."""
+    pairs = zip(first, second, strict=False)
+    return [Trip((a.label, b.label), (*a.values, *b.values)) for a, b in pairs]
+
+
+def two_layers(values: Sequence[LayerNumber]) -> tuple[LayerIndex, LayerIndex]:
+    """The layers of a trip of two."""
+    return LayerIndex(*values[:3]), LayerIndex(*values[3:])
+
+
+def of_form(tree, form: str) -> Any:
+    """The part of a form in {form: …}; the tree itself where layers are of one form, ""."""
+    return tree[form] if form else tree
+
+
+def with_form(tree, form: str, part) -> Any:
+    """The tree with this part of a form."""
+    return {**tree, form: part} if form else part
+
+
+def _start_alike(trips: Sequence[list[Trip]]) -> bool:
+    """True if all stages have a first layer, of one range."""
+    return all(trips) and len({of_stage[0].label for of_stage in trips}) == 1
 
 
 def pools_of(pools: Pools, names: Iterable[str]) -> Pools:
