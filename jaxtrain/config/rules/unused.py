@@ -23,6 +23,7 @@ from jaxtrain.config import (
     sources,
     value_text,
 )
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import READS, record_of
@@ -402,14 +403,17 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
     return [
         *notes,
         *_more_layers_than_there_are(config.pipeline, config.model, config.mesh.stage),
-        *_names_without_use(config.pipeline, config.parallel),
+        *_names_without_use(config.pipeline, config.parallel, config.model),
     ]
 
 
-def _names_without_use(pipeline: PipelineConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _names_without_use(
+    pipeline: PipelineConfig, parallel: ParallelConfig, model: ModelConfig
+) -> Iterator[str]:
     """Lines about names in `pipeline.save`."""
     save = pipeline.save
-    if MLP_OUT in names_of(save):
+    is_read = any(kind.norm_place != "before" for kind in models_of_kinds(model))
+    if MLP_OUT in names_of(save) and not is_read:
         yield f"pipeline.save={MLP_OUT} saves nothing: no backward reads it"
     if names_on_host(save) and parallel.offload_to("activations") == "host":
         yield f"{ON_HOST} in pipeline.save has no use with parallel.offload={parallel.offload}"
