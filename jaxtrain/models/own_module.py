@@ -65,7 +65,7 @@ class Constructor:
         """The module with the initial values of a key, uint32 [2]."""
         rngs = nnx.Rngs(jax.random.wrap_key_data(key, impl="threefry2x32"))
         # flax would lay a parameter with names of axes onto mesh axes of these names.
-        with nnx.use_eager_sharding(False), _errors_of(self.cls, "cannot be constructed"):
+        with nnx.use_eager_sharding(False), errors_of(self.cls, "cannot be constructed"):
             return self.cls(self.width, rngs=rngs, **dict(self.settings))
 
     def initial_value(self, path: Path, key: jax.Array) -> jax.Array:
@@ -147,22 +147,21 @@ class OwnModule(nnx.Module):
         """[B, T, D] → [B, T, D]. noise_BT: of dropout, which is no part of the module"""
 
         def run(x_BTD, positions_BT, segments_BT, *values) -> jax.Array:
-            return self._module(values)(x_BTD, positions_BT, segments_BT)
+            return self.module(values)(x_BTD, positions_BT, segments_BT)
 
-        specs = self.construct.specs
-        values = [each.get_raw_value() for each in parameters(self.own).values()]
-        dims = [None] * 3 + [_split_dim(specs[path]) for path in parameters(self.own)]
-        run = pinned(run, dims)
+        specs, of_model = self.construct.specs, parameters(self.own)
+        values = [of_model[path].get_raw_value() for path in specs]
+        run = pinned(run, [None, None, None, *map(_split_dim, specs.values())])
         y_BTD = run(gather_sequence(x_BTD), positions_BT, segments_BT, *values)
         return constrain(constrain(y_BTD, GATHERED), SPLIT)
 
-    def _module(self, values: Sequence) -> nnx.Module:
-        """The module of one's own, with these values of its parameters, in the order of `own`."""
-        module, specs = self.construct(jnp.zeros(2, jnp.uint32)), self.construct.specs
+    def module(self, values: Sequence) -> nnx.Module:
+        """The module of one's own, with these values of its parameters, in the order of specs."""
+        module = self.construct(jnp.zeros(2, jnp.uint32))
         of_module = parameters(module)
-        for path, value in zip(parameters(self.own), values, strict=True):
+        for (path, spec), value in zip(self.construct.specs.items(), values, strict=True):
             of_module[path].set_raw_value(value)
-            of_module[path].set_metadata("spec", specs[path])  # for `product`
+            of_module[path].set_metadata("spec", spec)  # for `product`
         return module
 
 
@@ -199,8 +198,13 @@ def constructor_of(cfg: ResolvedModel) -> Constructor:
     and SettingsError."""
     cls = load(cfg.block or cfg.mixer)
     if not (inspect.isclass(cls) and issubclass(cls, nnx.Module)):
-        raise OwnCodeError(f"names {cls!r}, which is no class of a flax.nnx.Module")
-    return Constructor(cls, cfg.width, tuple(_settings(cls, cfg.block_settings).items()))
+        raise OwnCodeError(f"names {cut(repr(cls))}, which is no class of flax.nnx.Module")
+    return _constructor(cls, cfg.width, cfg.block_settings)
+
+
+@functools.lru_cache(2**6)
+def _constructor(cls: type, width: int, texts: tuple[str, ...]) -> Constructor:
+    return Constructor(cls, width, tuple(_settings(cls, texts).items()))
 
 
 def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
@@ -257,7 +261,7 @@ def _value(text: str, kind: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _errors_of(cls: type, fails: str) -> Iterator[None]:
+def errors_of(cls: type, fails: str) -> Iterator[None]:
     """Turns any error of the class's code into one line, with the last line of its file."""
     try:
         yield
