@@ -19,9 +19,11 @@ import traceback
 import types
 from typing import Any
 
-from jaxtrain.config import recipes
 from jaxtrain.config.errors import cut, nearly, one_line
 
+PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+# Recipes and layers lie inside an installed package (pyproject.toml), and beside it in a checkout.
+SHIPPED = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 FORM = "FILE.py:NAME or package.module:NAME"
 
 
@@ -55,7 +57,7 @@ def find_file(source: str) -> pathlib.Path:
     """The file of a path: relative to the current folder, else a shipped one, which may be written
     configs/layers/NAME.py or layers/NAME.py. Raises OwnCodeError where there is none."""
     path = pathlib.Path(os.path.expanduser(source))
-    shipped = recipes.SHIPPED / pathlib.Path(*path.parts[path.parts[:1] == ("configs",) :])
+    shipped = SHIPPED / pathlib.Path(*path.parts[path.parts[:1] == ("configs",) :])
     for file in (path, shipped):
         if file.is_file():
             return file.resolve()

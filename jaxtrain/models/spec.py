@@ -4,7 +4,7 @@ the parameter count follow."""
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ class Spec:
     product:  a matrix whose products may be of FP8 (parallel/fp8.py)
     counts:   its "gradient" is a number of tokens, by which the step moves it
         (training/update/balance.py)
+    vectors:  each last dimension is a vector of its own, such as an expert's bias
 
     Raises ValueError for axes that do not fit the shape, and for padding of any dimension but the
     first.
@@ -45,6 +46,7 @@ class Spec:
     exact: bool = False
     product: bool = False
     counts: bool = False
+    vectors: bool = False
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -67,7 +69,7 @@ class Spec:
     def matrix(self) -> bool:
         """Matrices decay and are cast to the compute type; vectors (norm scales, biases) do
         neither."""
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.vectors
 
     @property
     def cast(self) -> bool:
@@ -88,11 +90,14 @@ class Spec:
         )
 
 
-class CacheSlot(NamedTuple):
-    """One token's place in an array of a cache, in one layer: its shape and logical axes."""
+@dataclasses.dataclass(frozen=True)
+class CacheArray:
+    """An array of a layer's cache, which is zero before the first token: its shape [batch, …], its
+    logical axes, "batch" first, and its type."""
 
     shape: tuple[int, ...]
     axes: Axes
+    dtype: jnp.dtype
 
 
 def is_spec(x: object) -> bool:

@@ -45,7 +45,8 @@ ALWAYS = [
 
 def model_of(name: str, **changes) -> Imported:
     """The model of a name in CONFIGS with the weights that were recorded."""
-    weights = functools.partial(hf_reference.weights, int(RECORDED[f"{name}/seed"]))
+    kind, seed = CONFIGS[name]["model_type"], int(RECORDED[f"{name}/seed"])
+    weights = functools.partial(hf_reference.weights, seed, model_type=kind)
     return imported(CONFIGS[name], weights, BATCH | changes)
 
 

@@ -241,12 +241,6 @@ class ModelConfig:
         "gqa: dimensions of a head that are rotated, its first ones; 0: head_dim, all of them",
         Range(at_least=0),
     )
-    nope_layers: tuple[int, ...] = setting(
-        (),
-        "layers without rotary positions (NoPE), by number from 0, model.dense_layers counted "
-        "first; empty: none",
-        Range(at_least=0),
-    )
     rope_scaling: str = setting(
         "none",
         "rotary frequencies for sequences longer than rope_original_length: linear, all divided by "
@@ -317,7 +311,8 @@ class ModelConfig:
     biases: tuple[str, ...] = setting(
         (),
         "parts with biases: qkv, query, key and value matrices (mla: only those that compress); "
-        "out, attention's output matrix; mlp, an MLP's matrices; experts, the experts' matrices; "
+        "out, attention's output matrix; mlp, matrices of MLPs and shared experts; experts, of the "
+        "others; "
         "router, the router's logits (router_bias is another); norm, layernorm; empty: none",
         Choices(BIASED),
     )

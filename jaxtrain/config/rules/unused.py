@@ -25,7 +25,7 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
-from jaxtrain.config.optimizers import OPTIMIZERS, READS
+from jaxtrain.config.optimizers import READS, record_of
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.config.rules.model_rules import OF_EXPERTS
 from jaxtrain.config.saved_values import MLP_OUT, ON_HOST, names_of, names_on_host
@@ -168,11 +168,11 @@ USES = (
     ),
     *(
         Use(
-            _under("optimizer", [setting for setting in READS if setting not in optimizer.reads]),
-            lambda c, name=name: c.optimizer.name != name,  # type: ignore[misc]
+            [f"optimizer.{setting}"],
+            lambda c, setting=setting: setting in record_of(c.optimizer.name).reads,  # type: ignore[misc]
             lambda c: f"with optimizer.name={c.optimizer.name!r}",
         )
-        for name, optimizer in OPTIMIZERS.items()
+        for setting in READS
     ),
     Use(_under("model", OF_EXPERTS), lambda c: c.model.experts, lambda c: "with model.experts=0"),
     Use(
@@ -181,9 +181,20 @@ USES = (
         lambda c: "with model.router_groups=1",
     ),
     Use(
-        ["model.qk_norm"],
+        _under("model", "qk_norm qk_norm_over attention_gate"),
         lambda c: c.model.attention == "gqa",
         lambda c: f"with model.attention={c.model.attention!r}",
+    ),
+    Use(["model.qk_norm_over"], lambda c: c.model.qk_norm, lambda c: "with model.qk_norm=False"),
+    Use(
+        ["model.shared_gate"],
+        lambda c: c.model.shared_experts,
+        lambda c: "with model.shared_experts=0",
+    ),
+    Use(
+        ["model.activation_alpha", "model.activation_limit"],
+        lambda c: c.model.activation == "clamped_swiglu",
+        lambda c: f"with model.activation={c.model.activation!r}",
     ),
     Use(
         ["model.expert_room"],
@@ -211,7 +222,7 @@ USES = (
         lambda c: f"with model.attention={c.model.attention!r}",
     ),
     Use(
-        _under("model", ("rotary_base", "rotary_dim", "nope_layers", "rope_scaling", *OF_SCALINGS)),
+        _under("model", ("rotary_base", "rotary_dim", "rope_scaling", *OF_SCALINGS)),
         lambda c: c.model.positions == "rotary",
         lambda c: f"with model.positions={c.model.positions!r}",
     ),

@@ -2,13 +2,13 @@
 
 from jaxtrain.hf.entries import (
     Biases,
-    DenseLayers,
     Float,
+    FullAttention,
     Integer,
+    OfExperts,
     Predictions,
     RotaryPositions,
     Switch,
-    Window,
 )
 from jaxtrain.hf.families.family import (
     DEEPSEEK_ALIASES,
@@ -18,10 +18,11 @@ from jaxtrain.hf.families.family import (
     decoder,
     decoder_rules,
 )
+from jaxtrain.hf.layer_types import DenseLayers
 
 LONGEST = 131072
 
-FAMILY = Family(
+GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     models="GLM-4.5, 4.5-Air, 4.6",
@@ -30,18 +31,18 @@ FAMILY = Family(
         Integer("num_key_value_heads", "kv_heads", 8),
         Integer("head_dim", "head_dim", None, null=0),
         Integer("intermediate_size", "mlp_width", 10944),
-        Integer("moe_intermediate_size", "expert_width", 1408),
-        Integer("n_routed_experts", "experts", 128),
-        Integer("num_experts_per_tok", "experts_per_token", 8),
+        OfExperts("moe_intermediate_size", "expert_width", 1408),
+        OfExperts("n_routed_experts", "experts", 128),
+        OfExperts("num_experts_per_tok", "experts_per_token", 8),
         Integer("n_shared_experts", "shared_experts", 1, least=0),
-        Integer("n_group", "router_groups", 1),
-        Integer("topk_group", "router_group_limit", 1),
+        OfExperts("n_group", "router_groups", 1),
+        OfExperts("topk_group", "router_group_limit", 1),
         Float("routed_scaling_factor", "router_scale", 1.0),
         *SIGMOID_ROUTER,
         Switch("use_qk_norm", "qk_norm", False),
         Biases("attention_bias", ("qkv",), False),
         RotaryPositions(LONGEST, part=0.5),
-        Window(LONGEST),
+        FullAttention(LONGEST),
         DenseLayers("first_k_dense_replace", "dense_layers", 1),
         Predictions("num_nextn_predict_layers", "mtp_depth", 1),
         ROUTER_TRAINING,

@@ -77,10 +77,9 @@ def value_of(atom, env: dict):
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
-def inline(jaxpr, consts, args, keep: KeepRule, unroll: bool = True):
+def inline(jaxpr, consts, args, keep: KeepRule):
     """Evaluates a jaxpr, going into calls and short scans: traced again, it is flat. Values that
-    `keep` does not keep lose their names. unroll: short scans are cut into trips; otherwise they
-    stay whole, too"""
+    `keep` does not keep lose their names."""
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
         zip(jaxpr.invars, args, strict=True)
     )
@@ -90,7 +89,7 @@ def inline(jaxpr, consts, args, keep: KeepRule, unroll: bool = True):
         inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
         # An unrolled scan is cut like other equations. A long one, over tokens perhaps, would be
         # more of these than can be compiled. A loop that must stay whole is a `while`.
-        if name == "scan" and unroll and params["length"] <= MOST_UNROLLED:
+        if name == "scan" and params["length"] <= MOST_UNROLLED:
             out = _unrolled(params, values, keep)
         # A name is an equation by itself. Without it the value may be recomputed like any other.
         elif name == NAME and not keep(equation):
@@ -105,7 +104,7 @@ def inline(jaxpr, consts, args, keep: KeepRule, unroll: bool = True):
                 else contextlib.nullcontext()
             )
             with scope:
-                out = inline(body, constants, values, keep, unroll)
+                out = inline(body, constants, values, keep)
         else:
             out = bind(equation, values)
         env.update(zip(equation.outvars, out, strict=True))

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.learning_rates import LEARNING_RATES
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.devices.host_memory import is_on_host, read, write
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.training.update.rounding import rounded
@@ -104,11 +104,11 @@ class Optimizer:
 
     @property
     def _directions(self) -> optax.GradientTransformation:
-        return OPTIMIZERS[self.settings.name].make(jax, optax, self.settings)
+        return record_of(self.settings.name).make(jax, optax, self.settings)
 
     @property
     def _elementwise(self) -> bool:
-        return OPTIMIZERS[self.settings.name].elementwise
+        return record_of(self.settings.name).elementwise
 
     def init(self, params: Any) -> Any:
         """The state before the first update: optax's of the clipping, of the directions, of the
