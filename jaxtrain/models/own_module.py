@@ -27,6 +27,7 @@ from flax import nnx
 
 from jaxtrain.config import ResolvedModel
 from jaxtrain.config.errors import cut, nearly, one_line
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
 from jaxtrain.config.own_code import OwnCodeError, load
 from jaxtrain.devices.mesh import MODEL
 from jaxtrain.devices.sharding import RULES, constrain
@@ -39,7 +40,7 @@ from jaxtrain.models.layers import (
     matrix,
     row_product,
 )
-from jaxtrain.models.spec import Spec, parameter
+from jaxtrain.models.spec import CacheArray, Spec, parameter
 from jaxtrain.parallel.pinned import pinned
 from jaxtrain.parallel.tensor import flat
 
@@ -51,6 +52,7 @@ AXES = tuple(name for name in "width heads kv_heads mlp latent position".split()
 NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
 
 Path = tuple[str, ...]  # of a parameter in a module
+KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)  # of a module's initial values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Constructor:
             found.update(parameters(self(key)))
             return {path: each.get_raw_value() for path, each in found.items()}
 
-        shapes = jax.eval_shape(values, jax.ShapeDtypeStruct((2,), jnp.uint32))
+        shapes = jax.eval_shape(values, KEY)
         return {path: self._spec(path, shapes[path], found[path]) for path in shapes}
 
     def _spec(self, path: Path, array: jax.ShapeDtypeStruct, param: nnx.Param) -> Spec:
@@ -155,6 +157,20 @@ class OwnModule(nnx.Module):
         y_BTD = run(gather_sequence(x_BTD), positions_BT, segments_BT, *values)
         return constrain(constrain(y_BTD, GATHERED), SPLIT)
 
+    def cache_arrays(self, batch: int, slots: int, dtype: jnp.dtype) -> Any:
+        """The arrays of the module's own cache, with which devices of `model` have copies."""
+        of_module: Any = lambda key: self.construct(key)
+        shapes = jax.eval_shape(lambda key: of_module(key).cache_arrays(batch, slots, dtype), KEY)
+        axes = lambda a: ("batch", *(None,) * (a.ndim - 1))
+        return jax.tree.map(lambda a: CacheArray(a.shape, axes(a), a.dtype), shapes)
+
+    def cached(self, x_BTD, positions_BT, cache, start, count):
+        """Returns (the output [B, T, D], the cache with these tokens), as a block's `cached`."""
+        of_model = parameters(self.own)
+        module: Any = self.module([of_model[path].get_raw_value() for path in self.construct.specs])
+        y_BTD, cache = module.cached(gather_sequence(x_BTD), positions_BT, cache, start, count)
+        return constrain(y_BTD, SPLIT), cache
+
     def module(self, values: Sequence) -> nnx.Module:
         """The module of one's own, with these values of its parameters, in the order of specs."""
         module = self.construct(jnp.zeros(2, jnp.uint32))
@@ -200,6 +216,19 @@ def constructor_of(cfg: ResolvedModel) -> Constructor:
     if not (inspect.isclass(cls) and issubclass(cls, nnx.Module)):
         raise OwnCodeError(f"names {cut(repr(cls))}, which is no class of flax.nnx.Module")
     return _constructor(cls, cfg.width, cfg.block_settings)
+
+
+def without_cache(model: ResolvedModel) -> str:
+    """The setting, with its value, of the first layers of one's own that generation has no cache
+    of; "" if there are none. Raises OwnCodeError."""
+    kinds = dict.fromkeys(kinds_of_layers(model))
+    for of_layer in (of_kind(model, kind) for kind in kinds):
+        name = "block" if of_layer.block else "mixer"
+        if text := getattr(of_layer, name):
+            cls = constructor_of(of_layer).cls
+            if not (hasattr(cls, "cached") and hasattr(cls, "cache_arrays")):
+                return f"model.{name}={text!r}"
+    return ""
 
 
 @functools.lru_cache(2**6)
