@@ -402,3 +402,5 @@ def _experts(place: LayerPlace, names: ExpertNames) -> Iterator[TensorRule]:
         if model.shared_experts:
             shared = f"{module}.{names.shared}.{name}"
             yield place.vector(f"{shared}.weight", f"mlp/shared_{part}", transpose=True)
+            if "mlp" in model.biases:
+                yield place.vector(f"{shared}.bias", f"mlp/shared_biases/{part}")
