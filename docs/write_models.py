@@ -50,8 +50,8 @@ transformers 5 are read, and those of older versions: `rope_parameters` and `dty
 
 ## Refused
 
-- Every other `model_type` (Llama 4, Gemma 3 with images, Mamba, …), and `architectures` that predict
-  anything but the next token.
+- Every other `model_type` (Llama 4, Gemma 3 with images, Mamba, …), and `architectures` that
+  predict anything but the next token.
 - Other attention: a window in a family without windows, chunks, the rotary scalings `dynamic` and
   `longrope`, and `index_topk` of DeepSeek's sparse attention.
 - Quantized weights, except float8 with scales of blocks (`quantization_config` of DeepSeek-V3 and

@@ -681,6 +681,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# The first model of each family, for the default suite; the others are for --full.
+FIRST = sorted({v["model_type"]: name for name, v in reversed(CONFIGS.items())}.values())
+OTHERS = [name for name in CONFIGS if name not in FIRST]
+
+
 def older(values: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json as versions of transformers before 5 wrote it."""
     rotary = dict(values.get("rope_parameters") or {})
