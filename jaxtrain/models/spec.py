@@ -28,6 +28,7 @@ class Spec:
     product:  a matrix whose products may be of FP8 (parallel/fp8.py)
     counts:   its "gradient" is a number of tokens, by which the step moves it
         (training/update/balance.py)
+    vectors:  each last dimension is a vector of its own, such as an expert's bias
 
     Raises ValueError for axes that do not fit the shape, and for padding of any dimension but the
     first.
@@ -41,6 +42,7 @@ class Spec:
     exact: bool = False
     product: bool = False
     counts: bool = False
+    vectors: bool = False
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -59,7 +61,7 @@ class Spec:
     def matrix(self) -> bool:
         """Matrices decay and are cast to the compute type; vectors (norm scales, biases) do
         neither."""
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.vectors
 
     @property
     def cast(self) -> bool:

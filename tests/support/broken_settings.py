@@ -293,8 +293,18 @@ RULES = [
     ),
     (
         {"model.experts": 4, "model.biases": ("qkv", "mlp", "router")},
-        "model.biases=('qkv', 'mlp', 'router') has 'mlp' with model.experts=4, which have no "
-        "biases: use --config.model.biases=qkv,router",
+        "model.biases=('qkv', 'mlp', 'router') has 'mlp' with model.experts=4 in every layer, and "
+        "no other MLP: use --config.model.biases=qkv,router",
+    ),
+    (
+        {"model.biases": ("out", "experts")},
+        "model.biases=('out', 'experts') has 'experts' with model.experts=0: use "
+        "--config.model.biases=out",
+    ),
+    (
+        {"model.parallel_block": True, "model.norm_place": "both"},
+        "model.norm_place='both' has a norm of the MLP's own, and with model.parallel_block=True "
+        "attention and MLP share one: use --config.model.norm_place=before",
     ),
     (
         {"model.biases": ("router", "out")},
@@ -971,6 +981,19 @@ UNUSED = [
     (
         {**LATENT, "model.qk_norm": True},
         "model.qk_norm=true has no use with model.attention='mla'",
+    ),
+    (
+        {"model.qk_norm_over": "projection"},
+        "model.qk_norm_over=projection has no use with model.qk_norm=False",
+    ),
+    (
+        {"model.activation_alpha": 1.0, "model.activation_limit": 5.0},
+        "model.activation_alpha=1.0 and model.activation_limit=5.0 have no use with "
+        "model.activation='swiglu'",
+    ),
+    (
+        {"model.experts": 4, "model.shared_gate": True},
+        "model.shared_gate=true has no use with model.shared_experts=0",
     ),
     (
         {"model.attention_kernel": "xla", "model.attention_backward": "fused"},

@@ -121,7 +121,8 @@ def moved(params: dict, gradients: dict, rate: float) -> dict:
 
 def plain_optimizer(cfg: Config) -> optax.GradientTransformation:
     """optax's own, of parameters that are separate arrays."""
-    matrices = lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
+    is_matrix = lambda path, a: a.ndim > 1 and "biases" not in jax.tree_util.keystr(path)
+    matrices = lambda params: jax.tree_util.tree_map_with_path(is_matrix, params)
     return optax.chain(
         optax.clip_by_global_norm(cfg.optimizer.clip_norm),
         record_of(cfg.optimizer.name).make(jax, optax, cfg.optimizer),

@@ -317,7 +317,8 @@ class ModelConfig:
     biases: tuple[str, ...] = setting(
         (),
         "parts with biases: qkv, query, key and value matrices (mla: only those that compress); "
-        "out, attention's output matrix; mlp, an MLP's matrices; experts, the experts' matrices; "
+        "out, attention's output matrix; mlp, matrices of MLPs and shared experts; experts, of the "
+        "others; "
         "router, the router's logits (router_bias is another); norm, layernorm; empty: none",
         Choices(BIASED),
     )

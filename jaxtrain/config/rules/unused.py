@@ -181,9 +181,20 @@ USES = (
         lambda c: "with model.router_groups=1",
     ),
     Use(
-        ["model.qk_norm"],
+        _under("model", "qk_norm qk_norm_over attention_gate"),
         lambda c: c.model.attention == "gqa",
         lambda c: f"with model.attention={c.model.attention!r}",
+    ),
+    Use(["model.qk_norm_over"], lambda c: c.model.qk_norm, lambda c: "with model.qk_norm=False"),
+    Use(
+        ["model.shared_gate"],
+        lambda c: c.model.shared_experts,
+        lambda c: "with model.shared_experts=0",
+    ),
+    Use(
+        ["model.activation_alpha", "model.activation_limit"],
+        lambda c: c.model.activation == "clamped_swiglu",
+        lambda c: f"with model.activation={c.model.activation!r}",
     ),
     Use(
         ["model.expert_room"],
