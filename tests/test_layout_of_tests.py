@@ -27,9 +27,17 @@ GROUPED = {
     "train_command.py": "test_train.py",
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
+    "config/rules/field_rules.py": "config/test_groups.py",
     **{
         f"config/rules/{name}.py": "config/test_checks.py"
-        for name in ("all_rules", "model_rules", "pipeline_rules", "rules", "run_rules")
+        for name in (
+            "all_rules",
+            "kind_rules",
+            "model_rules",
+            "pipeline_rules",
+            "rules",
+            "run_rules",
+        )
     },
     "config/saved_values.py": "training/test_saved_values.py",
     "devices/state_stream.py": "training/test_streamed_update.py",

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jaxtrain.config import ModelConfig, ResolvedModel, value_text
-from jaxtrain.config.groups.layer_kinds import BUILTIN, kinds_of_layers, of_kind
+from jaxtrain.config.groups.layer_kinds import BUILTIN, kinds_of_layers, of_kind, pattern_of
 from jaxtrain.config.rules.model_rules import OF_EXPERTS
 from jaxtrain.hf.entries import RotaryPositions, SettingField, TableEntry
 from jaxtrain.hf.fields import Fields
@@ -23,17 +23,6 @@ NO_EXPERTS: Settings = {"experts": 0} | {name: getattr(ModelConfig(), name) for 
 def models_of_layers(model: ResolvedModel) -> list[ResolvedModel]:
     """The model of each layer, `dense_layers` first."""
     return [of_kind(model, kind) for kind in kinds_of_layers(model)]
-
-
-def pattern_of(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The shortest pattern that gives these kinds of layers.
-
-    >>> pattern_of(["window", "full", "window"])
-    ('window', 'full')
-    """
-    lengths = range(1, len(kinds) + 1)
-    repeats = lambda n: all(kind == kinds[i % n] for i, kind in enumerate(kinds))
-    return tuple(kinds[: next(n for n in lengths if repeats(n))])
 
 
 def settings_of(kinds: Sequence[str], window: int) -> Settings:

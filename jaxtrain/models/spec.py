@@ -4,7 +4,7 @@ the parameter count follow."""
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ class Spec:
     axes:     a logical axis name for each dimension (sharding.RULES)
     std:      standard deviation of its normal initial values; None with `constant`
     constant: initial value where it is not random
+    init:     the module's own initial values, float32 of `shape` by a key, uint32 [2]: those of one
+        module have one key. In the place of `std` and `constant`
     padded:   shape as held in memory; that of `shape` if not given
     exact:    a matrix that is used in float32, whatever the compute type
     product:  a matrix whose products may be of FP8 (parallel/fp8.py)
@@ -38,6 +40,7 @@ class Spec:
     axes: tuple[str, ...]
     std: float | None = None
     constant: float = 0.0
+    init: Callable[[jax.Array], jax.Array] | None = dataclasses.field(default=None, compare=False)
     padded: tuple[int, ...] = ()
     exact: bool = False
     product: bool = False
@@ -82,11 +85,14 @@ class Spec:
         )
 
 
-class CacheSlot(NamedTuple):
-    """One token's place in an array of a cache, in one layer: its shape and logical axes."""
+@dataclasses.dataclass(frozen=True)
+class CacheArray:
+    """An array of a layer's cache, which is zero before the first token: its shape [batch, …], its
+    logical axes, "batch" first, and its type."""
 
     shape: tuple[int, ...]
     axes: Axes
+    dtype: jnp.dtype
 
 
 def is_spec(x: object) -> bool:

@@ -31,11 +31,10 @@ from jax import lax
 from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts, add_position_gradient, scaled
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
-from jaxtrain.parallel.dropout import Place, dropout, layer_noise
+from jaxtrain.parallel.dropout import EMBEDDINGS, dropout, layer_noise
 from jaxtrain.parallel.tensor import add_lookup_gradient
 from jaxtrain.parallel.zero import (
     Zero,
@@ -289,10 +288,8 @@ class EmbeddingAndHead:
         return x
 
     def _dense_layer(self, i: str, extra, params: Tree, x: jax.Array) -> jax.Array:
-        positions, *others = layer_noise(extra, int(i))
-        positions = layer_positions(self.parts.cfg, int(i), positions)
         kind = kinds_of_layers(self.parts.cfg)[int(i)]
-        return self.parts.dense_blocks[kind](params)(x, positions, *others)
+        return self.parts.dense_blocks[kind](params)(x, *layer_noise(extra, int(i)))
 
     @property
     def _dense_layers(self) -> Iterable[str]:
@@ -315,9 +312,8 @@ class EmbeddingAndHead:
 
     def _dropped(self, constants: Constants, microbatch, x: jax.Array) -> jax.Array:
         """The embeddings, or their gradient, after dropout."""
-        noise = constants.batch.get("noise")
-        noise = None if noise is None else take(noise, microbatch)
-        return dropout(x, noise, Place.EMBEDDING, self.parts.cfg.dropout_embedding)
+        noise = positions_and_segments(constants.batch, microbatch)[2:]
+        return dropout(x, EMBEDDINGS, self.parts.cfg.dropout_embedding, *noise)
 
     def embed_gradient(
         self, sums: ModelTree, constants: Constants, microbatch, g: jax.Array

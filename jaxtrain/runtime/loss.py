@@ -90,19 +90,11 @@ class LossSums(NamedTuple):
     z_loss: jax.Array | None = None
 
 
-class TokenLosses(NamedTuple):
-    """losses:    negative log-likelihoods [...] in nats
-    by_logits: gradients of (losses + z_losses) by the logits [..., V]
-    z_losses:  z_loss · (log Z)² [...]; None where there is no z_loss
-    """
-
-    losses: jax.Array
-    by_logits: jax.Array
-    z_losses: jax.Array | None = None
-
-
-def token_losses(logits, targets, shard: VocabularyShard = ALL, z_loss: float = 0.0) -> TokenLosses:
-    """The losses of tokens with logits float32 [..., V] and targets int32 [...].
+def token_losses(
+    logits, targets, shard: VocabularyShard = ALL, z_loss: float = 0.0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """logits float32 [..., V], targets int32 [...] → (negative log-likelihoods [...] in nats; the
+    gradients by the logits [..., V] of these and of z_loss · (log Z)²; log Z [...]).
 
     The losses are over all of the vocabulary, the same on all devices of `shard.axes`.
     """
@@ -120,24 +112,22 @@ def token_losses(logits, targets, shard: VocabularyShard = ALL, z_loss: float = 
     # False everywhere.
     sums = jnp.stack([powers.sum(-1), jnp.sum(jnp.where(hit, logits, 0.0), -1)])
     total, chosen = psum(sums, shard.axes) if shard.axes else sums
-    log_z, shares = jnp.log(total) + top[..., 0], powers / total[..., None]
-    if not z_loss:
-        return TokenLosses(log_z - chosen, shares - hit)
-    # the gradient of log Z by the logits are the shares
-    by_logits = shares * (1 + 2 * z_loss * log_z)[..., None] - hit
-    return TokenLosses(log_z - chosen, by_logits, z_loss * log_z**2)
+    log_z, by_log_z = jnp.log(total) + top[..., 0], powers / total[..., None]
+    if z_loss:
+        return log_z - chosen, by_log_z * (1 + 2 * z_loss * log_z)[..., None] - hit, log_z
+    return log_z - chosen, by_log_z - hit, log_z
 
 
 def _weighted(head: OutputHead, logits_BCV, inputs: LossInputs) -> tuple[LossSums, jax.Array]:
     """Returns (the sums over a chunk's tokens, their gradient by the logits)."""
-    targets, weights = inputs.targets_BT, inputs.weights_BT
-    if own := head.rule.own:
-        of_logits = functools.partial(losses_of, own, head.rule.vocab_size, targets_BC=targets)
+    (_, targets, weights), rule = inputs, head.rule
+    if own := rule.own:
+        of_logits = functools.partial(losses_of, own, rule.vocab_size, targets_BC=targets)
         losses, vjp = jax.vjp(of_logits, logits_BCV)
         return LossSums(jnp.sum(losses * weights)), *vjp(weights)
     # The gradient by the logits has a closed form, so no second exponential is computed.
-    losses, by_logits, z_losses = token_losses(logits_BCV, targets, head.shard, head.rule.z_loss)
-    z_loss = None if z_losses is None else jnp.sum(z_losses * weights)
+    losses, by_logits, log_z = token_losses(logits_BCV, targets, head.shard, rule.z_loss)
+    z_loss = rule.z_loss * jnp.sum(log_z**2 * weights) if rule.z_loss else None
     return LossSums(jnp.sum(losses * weights), z_loss), by_logits * weights[..., None]
 
 
@@ -160,12 +150,8 @@ def loss_sum(head: OutputHead, params, inputs: LossInputs) -> jax.Array:
     them"""
 
     def loss_of(chunk: LossInputs) -> jax.Array:
-        logits, targets = head.logits(params, chunk.x_BTD), chunk.targets_BT
-        if own := head.rule.own:
-            losses = losses_of(own, head.rule.vocab_size, logits, targets)
-        else:
-            losses = token_losses(logits, targets, head.shard).losses
-        return jnp.sum(losses * chunk.weights_BT)
+        # Its gradient is not computed: nothing reads it.
+        return _weighted(head, head.logits(params, chunk.x_BTD), chunk)[0].loss
 
     chunks = _chunks(head.chunk, inputs)
     if chunks is None:

@@ -31,45 +31,38 @@ def losses_of(own: OwnLoss, vocab_size: int, logits_BCV, targets_BC) -> jax.Arra
     return jax.vmap(own)(logits_BCV, constrain(targets_BC, TOKENS_SPLIT[:2]))
 
 
-def read_loss(text: str, vocab_size: int) -> OwnLoss:
-    """The function that `train.loss` names. Raises ConfigError, in one line, for a function that
+def read_loss(text: str, vocab_size: int) -> OwnLoss | None:
+    """The function that `train.loss` names; None if that is empty. Raises ConfigError for one that
     is not there or does not fit."""
     try:
-        own = own_code.load(text)
-        _check(own, vocab_size)
+        return _checked(own_code.load(text), vocab_size) if text else None
     except own_code.OwnCodeError as error:
         raise ConfigError("train.loss", text, str(error), fixes=[{"train.loss": ""}]) from None
-    return own
 
 
-def _check(own: OwnLoss, vocab_size: int) -> None:
-    """Traces the function and its gradient for a few tokens. Raises OwnCodeError."""
+def _checked(own: OwnLoss, vocab_size: int) -> OwnLoss:
+    """The function, which was traced with its gradient for a few tokens. Raises OwnCodeError."""
     tokens = 3
     logits = jax.ShapeDtypeStruct((tokens, vocab_size), jnp.float32)
     targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     called = f"called with logits float32 [{tokens}, {vocab_size}] and targets int32 [{tokens}]"
-    if not callable(own):
-        raise own_code.OwnCodeError(f"is no function of logits and targets, but {own!r:.40}")
+
+    def with_gradient(logits, targets):
+        losses, vjp = jax.vjp(lambda logits: own(logits, targets), logits)
+        return losses, vjp(jax.tree.map(jnp.ones_like, losses))
+
     try:
-        traced, losses = jax.make_jaxpr(own, return_shape=True)(logits, targets)
-        shape = getattr(losses, "shape", type(losses).__name__)
-        if (shape, getattr(losses, "dtype", None)) != ((tokens,), jnp.float32):
-            returned = f"{losses.dtype} {list(shape)}" if isinstance(shape, tuple) else f"a {shape}"
-            raise own_code.OwnCodeError(
-                f"returns {returned} {called}, and a loss for each token is float32 [{tokens}]"
-            )
-        jax.eval_shape(
-            jax.grad(lambda logits, targets: own(logits, targets).sum()), logits, targets
-        )
+        traced, (losses, _) = jax.make_jaxpr(with_gradient, return_shape=True)(logits, targets)
     except jax.errors.ConcretizationTypeError:
-        raise own_code.OwnCodeError(
-            "decides in Python by a number that is known on the device alone: jnp.where selects"
-        ) from None
-    except own_code.OwnCodeError:
-        raise
+        rule = "decides in Python by a number that only the device knows: jnp.where selects"
+        raise own_code.OwnCodeError(rule) from None
     except Exception as error:
-        raise own_code.OwnCodeError(
-            one_line(f"raises {type(error).__name__} {called}: {error}")
-        ) from None
+        rule = one_line(f"raises {type(error).__name__}, {called}: {error}")
+        raise own_code.OwnCodeError(rule) from None
+    returned = ", ".join(f"{a.dtype} {list(a.shape)}" for a in jax.tree.leaves(losses))
+    if returned != f"float32 [{tokens}]":
+        rule = f"returns {returned}, {called}, and a loss for each token is float32 [{tokens}]"
+        raise own_code.OwnCodeError(rule)
     if traced.effects:
         raise own_code.OwnCodeError("has a side effect, such as a print or a callback")
+    return own

@@ -26,12 +26,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jaxtrain.config import ResolvedModel
 from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names, stacked_kinds
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
-from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, replicas
 from jaxtrain.parallel.attention import context
@@ -161,8 +159,7 @@ class Runtime:
         columns: TickColumns | None = None,
         step: jax.Array | int = 0,
     ) -> LossesAndGradients:
-        """The losses of a batch and the gradients of `loss` and its weighted further
-        terms.
+        """The losses of a batch and the gradients of the loss with its weighted further terms.
 
         Args:
           params, batch: as for `losses`.
@@ -218,15 +215,11 @@ class Runtime:
         numbers: an array like the others, whose shards a device has with its tokens."""
         if not has_dropout(self.parts.cfg):
             return batch
-        shape, steps = batch["tokens"].shape, self.slotted.table.steps if self.slotted else 1
-        replicas_apart = replicas.count(self.mesh) if self.independent_replicas else 1
-        of_step = functools.partial(
-            token_noise,
-            self.seed,
-            shape=(shape[0] // steps, *shape[1:]),
-            replicas=replicas_apart,
-        )
-        return {**batch, "noise": jnp.concatenate([of_step(first_step + i) for i in range(steps)])}
+        steps = self.slotted.table.steps if self.slotted else 1
+        shape = (batch["tokens"].shape[0] // steps, *batch["tokens"].shape[1:])
+        separate = replicas.count(self.mesh) if self.independent_replicas else 1
+        of_steps = [token_noise(self.seed, first_step + i, shape, separate) for i in range(steps)]
+        return {**batch, "noise": jnp.concatenate(of_steps)}
 
     # ------------------------------------------------------------------ plans, without arrays
 
@@ -370,13 +363,9 @@ class Runtime:
     @property
     def _further_weights(self) -> dict[str, float]:
         """The weights of the objective's terms beside the loss, those that there are."""
-        weights = {"mtp_loss": self.parts.cfg.mtp_weight, "z_loss": self.loss_rule.z_loss}
-        return {
-            name: weight
-            for name, weight in weights.items()
-            if name != "mtp_loss" or self.parts.cfg.mtp_depth
-            if weight
-        }
+        mtp = self.parts.cfg.mtp_weight if self.parts.cfg.mtp_depth else 0.0
+        weights = {"mtp_loss": mtp, "z_loss": self.loss_rule.z_loss}
+        return {name: weight for name, weight in weights.items() if weight}
 
     def _unweighted(self, further: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The terms as they are reported, from sums that are weighted as in the objective."""
@@ -451,7 +440,7 @@ class Runtime:
             unit,
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
-            functools.partial(_extra_of_layer, cfg) if cfg.nope_layers or extra[2:] else None,
+            functools.partial(_extra_of_layer, cfg.dense_layers) if extra[2:] else None,
             stacked_kinds(cfg),
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
@@ -474,12 +463,9 @@ def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
     return dataclasses.replace(ticks, columns=columns)
 
 
-def _extra_of_layer(cfg: ResolvedModel, extra, layer):
+def _extra_of_layer(dense_layers: int, extra, layer):
     """What a layer reads beside its input; `layer` counts from the first after the dense ones."""
-    # Some layers have no rotary positions (`nope_layers`), and a unit's layers are one loop: the
-    # layer's number decides inside of it.
-    positions, *others = layer_noise(extra, cfg.dense_layers + layer)
-    return layer_positions(cfg, cfg.dense_layers + layer, positions), *others
+    return layer_noise(extra, dense_layers + layer)
 
 
 def _scaled_to(

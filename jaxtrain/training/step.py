@@ -227,7 +227,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     # First what may be refused: tables of large pipelines take seconds.
     _check_host_memory(parallel, config.pipeline.save, mesh)
-    own = read_loss(config.train.loss, model.vocab_size) if config.train.loss else None
+    own_loss = read_loss(config.train.loss, model.vocab_size)
     setup = setup or make_setup(config)
 
     # The state: where parameters lie, and the optimizer that updates them.
@@ -259,7 +259,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
         fp8=fp8_of(precision, layout.independent_replicas),
         collective_matmul=parallel.collective_matmul,
         seed=config.train.seed,
-        loss_rule=LossRule(config.train.z_loss, own, model.vocab_size),
+        loss_rule=LossRule(config.train.z_loss, own_loss, model.vocab_size),
     )
     # remat, saved values and offload are about the backward, which evaluation has not.
     runtime = runtime_of(

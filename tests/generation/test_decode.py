@@ -11,8 +11,7 @@ import pytest
 from support import small
 from support.plain_model import plain_model
 
-from jaxtrain.devices.sharding import named
-from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_logits, tied_table
+from jaxtrain.generation.decode import cache_shardings, empty_cache, extend, next_logits, tied_table
 from jaxtrain.models import transformer
 from jaxtrain.planner.programs.program import Program, along
 
@@ -21,7 +20,7 @@ KINDS = {
         "model.kv_heads": 2,
         "model.rotary_dim": 2,
         "model.biases": ("qkv",),
-        "model.nope_layers": (1, 3),
+        "model.pattern": ("full", "nope"),
         "model.init_std": 0.3,
     },
     "gpt": {
@@ -35,7 +34,7 @@ KINDS = {
     "experts": {
         "model.experts": 4,
         "model.dense_layers": 1,
-        "model.nope_layers": (0, 2),
+        "model.pattern": ("nope", "full", "nope", "full", "full"),
         "model.shared_experts": 1,
         "model.capacity_factor": 2.0,
         "model.biases": ("out", "router"),
@@ -110,7 +109,7 @@ class Decoded:
     programs: dict[int, Program]
     temporary: dict[int, int]
     mesh: jax.sharding.Mesh
-    cache: tuple[jax.Array, ...]
+    cache: dict[str, tuple[jax.Array, ...]]
 
 
 @functools.cache
@@ -134,7 +133,7 @@ def decoded(kind: str, context: int, model: int, slots: int) -> Decoded:
         return programs[count](*arguments)
 
     with jax.set_mesh(mesh):
-        stored = tuple(named(mesh, axes) for axes in cache_axes(parts))
+        stored = cache_shardings(parts, mesh)
         empty = jax.jit(lambda: empty_cache(parts, BATCH, slots, jnp.float32), out_shardings=stored)
         _, cache = run(tokens[:, :PROMPT], empty(), 0)
         for at in range(PROMPT, END):
@@ -169,7 +168,7 @@ def test_a_split_cache(case):
     assert largest > 1
     np.testing.assert_allclose(split.logits, one.logits, rtol=0, atol=1e-5 * largest)
     np.testing.assert_array_equal(split.logits.argmax(-1), one.logits.argmax(-1))
-    for array in split.cache:
+    for array in jax.tree.leaves(split.cache):
         assert {part.data.shape[2] for part in array.addressable_shards} == {local_slots}
 
 
@@ -190,7 +189,8 @@ def test_collectives_of_a_split_cache(case):
     cfg, split = small.config(changes=SHARED[kind]).model, decoded(*case[:3], local_slots * context)
     values = cfg.kv_rank if cfg.attention == "mla" else cfg.head_dim
     bodies = cfg.dense_layers + 1  # dense layers, and a loop over the others
-    of_a_layer = min(a.nbytes // len(a) // context // model for a in split.cache)
+    arrays = jax.tree.leaves(split.cache)
+    of_a_layer = min(a.nbytes // len(a) // context // model for a in arrays)
     for tokens, program in split.programs.items():
         scores = 4 * BATCH * tokens * cfg.heads // model
         expected = [(scores,), (scores * values, scores)] * bodies
@@ -213,5 +213,6 @@ def test_a_step_does_not_copy_the_cache(case):
     """It has memory for some layers of it."""
     kind, context, model = case
     split = decoded(kind, context, model, 2048 * context)
-    cache = sum(array.addressable_shards[0].data.nbytes for array in split.cache)
+    arrays = jax.tree.leaves(split.cache)
+    cache = sum(array.addressable_shards[0].data.nbytes for array in arrays)
     assert split.temporary[model] < cache

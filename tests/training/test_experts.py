@@ -21,7 +21,7 @@ MOE = {
 }
 SEVERAL = {
     "model.dense_layers": 2,
-    "model.nope_layers": (1, 2),
+    "model.pattern": ("full", "nope", "nope", "full", "full", "full"),
     "model.shared_experts": 2,
     "model.router": "sigmoid",
     "model.router_scale": 2.0,

@@ -241,12 +241,6 @@ class ModelConfig:
         "gqa: dimensions of a head that are rotated, its first ones; 0: head_dim, all of them",
         Range(at_least=0),
     )
-    nope_layers: tuple[int, ...] = setting(
-        (),
-        "layers without rotary positions (NoPE), by number from 0, model.dense_layers counted "
-        "first; empty: none",
-        Range(at_least=0),
-    )
     rope_scaling: str = setting(
         "none",
         "rotary frequencies for sequences longer than rope_original_length: linear, all divided by "

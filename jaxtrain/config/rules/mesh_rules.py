@@ -268,16 +268,10 @@ def context_axis_divides(
             f"cuts heads, and {over} does not divide {path}={number}",
             [{"parallel.context": "all_gather"}, *values_for("mesh.context", smaller)],
         )
-
-
-def ring_drops_nothing(
-    model: ResolvedModel, mesh: MeshConfig, parallel: ParallelConfig
-) -> Iterator[Violation]:
-    rates = [each.dropout_attention for each in models_of_kinds(model)]
-    if mesh.context > 1 and parallel.context == "ring" and any(rates):
+    if parallel.context == "ring" and model.dropout_attention:
         yield Violation(
             "parallel.context",
-            f"drops no weights, and model.dropout_attention={max(rates)}",
+            f"drops no weights of attention, and model.dropout_attention={model.dropout_attention}",
             [{"parallel.context": "all_gather"}, {"model.dropout_attention": 0.0}],
         )
 

@@ -125,22 +125,6 @@ def kernel_is_of_platform(model: ModelConfig, platform: str) -> Iterator[Violati
         )
 
 
-def layers_without_rotary_exist(model: ResolvedModel) -> Iterator[Violation]:
-    layers = model.dense_layers + model.layers
-    if any(layer >= layers for layer in model.nope_layers):
-        yield Violation(
-            "model.nope_layers",
-            f"names a layer beyond the last of {layers}, {layers - 1}",
-            [{"model.nope_layers": tuple(n for n in model.nope_layers if n < layers)}],
-        )
-    if len(set(model.nope_layers)) < len(model.nope_layers):
-        yield Violation(
-            "model.nope_layers",
-            "names a layer twice",
-            [{"model.nope_layers": tuple(sorted(set(model.nope_layers)))}],
-        )
-
-
 def rotary_scaling_is_complete(model: ResolvedModel, data: DataConfig) -> Iterator[Violation]:
     if model.positions != "rotary" or model.rope_scaling == "none":
         return

@@ -222,7 +222,7 @@ USES = (
         lambda c: f"with model.attention={c.model.attention!r}",
     ),
     Use(
-        _under("model", ("rotary_base", "rotary_dim", "nope_layers", "rope_scaling", *OF_SCALINGS)),
+        _under("model", ("rotary_base", "rotary_dim", "rope_scaling", *OF_SCALINGS)),
         lambda c: c.model.positions == "rotary",
         lambda c: f"with model.positions={c.model.positions!r}",
     ),

@@ -20,8 +20,8 @@ LONGEST = 32768
 
 @dataclasses.dataclass(frozen=True)
 class NopeLayers(TableEntry):
-    """The layers without rotary positions: those whose number in no_rope_layers is 0, or every
-    no_rope_layer_interval-th one where there is no list."""
+    """The layers without rotary positions, by model.pattern: those whose number in no_rope_layers
+    is 0, or every no_rope_layer_interval-th one where there is no list."""
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         layers = settings["layers"]

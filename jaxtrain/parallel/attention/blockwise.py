@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel, delta
-from jaxtrain.parallel.dropout import dropped, keep
+from jaxtrain.parallel.dropout import dropped
 
 # of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
 LEAST_KEYS = 1024
@@ -130,8 +130,10 @@ class _BlockPairs:
         """The weights of a block's scores, or other numbers in their places, after dropout."""
         if self._noise is None:
             return weights_BKRX
-        keys = j * self.size + jnp.arange(self.size)
-        return dropped(weights_BKRX, keep(self._noise[i][..., None], keys, rate), rate)
+        distance = self.limit_IX[i][:, None] - 1 - (j * self.size + jnp.arange(self.size))
+        by_head = lambda a: a.reshape(self.batch, self.groups, -1, self.size, a.shape[-1])
+        noise = by_head(self._noise[i][..., None])
+        return dropped(by_head(weights_BKRX), noise, distance, rate).reshape(weights_BKRX.shape)
 
     def loop(self, step, carry: Any):
         """The carry after step(i, j, whether j is the lowest for i, carry) for every pair of a
@@ -219,7 +221,6 @@ def gradients(residuals: AttentionResiduals, g_BTNV, dtype, rate: float = 0.0):
     return blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
 
 
-@functools.cache  # one kernel for a rate, so that jax knows it again
 def kernel(rate: float = 0.0) -> Kernel:
     """The kernel, with dropout of this rate where its inputs have noise."""
     forward = functools.partial(output_and_lse, rate=rate)

@@ -11,7 +11,6 @@ R the query heads of a key/value head × tokens.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,8 @@ from jaxtrain.devices.sharding import constrain, shards
 from jaxtrain.parallel.attention import blockwise, context, cudnn, flash, kv_cache, ring, splash
 from jaxtrain.parallel.attention.flash import Kernel
 from jaxtrain.parallel.attention.heads import by_heads
-from jaxtrain.parallel.dropout import dropped, head_noise, keep
+from jaxtrain.parallel.dropout import WEIGHTS, WeightDropout, dropped
+from jaxtrain.parallel.random_bits import combined
 from jaxtrain.parallel.target_device import target_device
 
 HEADS = ("batch", "token", "heads", None)
@@ -39,27 +39,13 @@ KV_HEADS = ("batch", "token", "kv_heads", None)
 SCOPE = "attention"
 
 
-class WeightDropout(NamedTuple):
-    """The dropout of attention's weights (parallel/dropout.py).
-
-    noise_BTN: uint32, of each query and head; None: nothing is dropped
-    rate:      model.dropout_attention
-    """
-
-    noise_BTN: jax.Array | None = None
-    rate: float = 0.0
-
-
-NO_DROPOUT = WeightDropout()
-
-
 def attend(
     q_BTNH,
     k_BSKH,
     v_BSKH,
     mask=None,
     mask_is_causal: bool = False,
-    dropout: WeightDropout = NO_DROPOUT,
+    dropout: WeightDropout | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a
     head for several query heads, and values another size than keys.
@@ -106,7 +92,7 @@ def grouped_attention(
     v_BSKH,
     mask=None,
     mask_is_causal: bool = False,
-    dropout: WeightDropout = NO_DROPOUT,
+    dropout: WeightDropout | None = None,
 ) -> jax.Array:
     """`attend` without the result's sharding."""
     # `jax.nn.dot_product_attention` would have the heads of a group as a fifth dimension, and
@@ -117,21 +103,20 @@ def grouped_attention(
     mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if mask is None else mask
     n = causal_blocks(t)
     blocks = [(i * t // n, (i + 1) * t // n) for i in range(n)]
-    noise, rate = dropout
     out = [
         _block_attention(
             q_BTNH[:, a:b],
             k_BSKH[:, :b],
             v_BSKH[:, :b],
             mask[:, :, a:b, :b],
-            WeightDropout(None if noise is None else noise[:, a:b], rate),
+            dropout and dropout.part(slice(a, b)),
         )
         for a, b in blocks
     ]
     return jnp.concatenate(out, 1) if n > 1 else out[0]
 
 
-def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout: WeightDropout) -> jax.Array:
+def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout: WeightDropout | None) -> jax.Array:
     """Attention of one block of queries, with a softmax in float32."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
@@ -149,9 +134,11 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout: WeightDropout) -> ja
     # The softmax does not change with what is subtracted, so the maximum has no gradient.
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     weighted = weights
-    if dropout.noise_BTN is not None:
-        kept = keep(by_keys(dropout.noise_BTN)[..., None], jnp.arange(s), dropout.rate)
-        weighted = dropped(weights, kept, dropout.rate)
+    if dropout:
+        distance_TS = dropout.position_T[:, None] - jnp.arange(s)
+        distance_RS = jnp.tile(distance_TS, (n // k, 1))
+        noise_BKR1 = by_keys(dropout.noise_BTN)[..., None]
+        weighted = dropped(weights, noise_BKR1, distance_RS, dropout.rate)
     out_BKRH = jnp.einsum(
         "bkrs,bskh->bkrh", weighted.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
     )
@@ -169,12 +156,14 @@ class AttentionSettings:
               program is traced for
     backward: model.attention_backward
     dropout:  model.dropout_attention
+    window:   model.window
     """
 
     context: str = "all_gather"
     kernel: str = "auto"
     backward: str = "auto"
     dropout: float = 0.0
+    window: int = 0
 
 
 @functools.partial(jax.named_call, name=SCOPE)
@@ -188,8 +177,11 @@ def attend_causal(
         sequence is one document
     noise_BT: of the layer (parallel/dropout.py); None: no weight is dropped
     """
-    rate = settings.dropout if noise_BT is not None else 0.0
-    noise = constrain(head_noise(noise_BT, q.shape[2]), HEADS[:3]) if rate else None
+    dropout, rate = None, settings.dropout if noise_BT is not None else 0.0
+    if rate:
+        noise_BTN = combined(combined(noise_BT, WEIGHTS)[..., None], jnp.arange(q.shape[2]))
+        position_T = context.positions(q.shape[1])[0]
+        dropout = WeightDropout(constrain(noise_BTN, HEADS[:3]), position_T, rate)
     parts, way = context.size(), settings.context
     # By ulysses a device has complete sequences, of some heads; else two chunks of each.
     in_chunks = parts > 1 and way != "ulysses"
@@ -206,32 +198,35 @@ def attend_causal(
     )
     chosen = attention_kernel(case, settings.kernel).kernel
     kernel = _flash_kernel(chosen, q.shape, case, settings.backward, rate)
-    unsplit = functools.partial(_attend_unsplit, kernel, chosen, rate)
+    unsplit = functools.partial(_attend_unsplit, kernel, chosen)
     if parts == 1:
-        return unsplit(q, k, v, segments_BT, noise)
+        return unsplit(q, k, v, segments_BT, dropout)
     if way == "ulysses":
-        return context.attend_by_heads(unsplit, q, k, v, segments_BT, noise)
+        return context.attend_by_heads(unsplit, q, k, v, segments_BT, dropout)
     if way == "ring":  # in XLA always by blocks, however few keys a device has
         return constrain(ring.attend(kernel or blockwise.KERNEL, q, k, v, segments_BT), HEADS)
     if kernel:
         return constrain(
             context.attend_by_gather(
-                functools.partial(flash.attend, kernel), q, k, v, segments_BT, noise
+                functools.partial(flash.attend, kernel), q, k, v, segments_BT, dropout
             ),
             HEADS,
         )
     return context.attend_by_halves(
-        functools.partial(_attend_by_mask, chosen, rate), q, k, v, segments_BT, noise
+        attend_by_cudnn_mask if chosen == CUDNN_MASK else attend, q, k, v, segments_BT, dropout
     )
 
 
-def attend_cached(q, k, v, start, requested: str) -> jax.Array:
-    """Attention of T tokens to S slots of a cache: query t sees slots up to start + t. Splash
-    attends for a prompt's many tokens if it is the chosen kernel; otherwise plain XLA does. Each
-    device of `context` attends to its own slots (parallel/attention/kv_cache.py).
-
-    requested: model.attention_kernel
+def attend_cached(
+    q, extended: kv_cache.Extended, start, settings: AttentionSettings = AttentionSettings()
+) -> jax.Array:
+    """Attention of T tokens from position `start` on, which are in a cache of keys and values.
+    Splash attends for a prompt's many tokens if it is the chosen kernel; otherwise plain XLA does.
+    Each device of `context` attends to its own slots (parallel/attention/kv_cache.py).
     """
+    k, v = (a.astype(q.dtype) for a in extended.seen)
+    if settings.window:
+        return attend(q, k, v, extended.mask)
     (t, s), device = (q.shape[1], k.shape[1]), target_device()
     local_slots = s // shards(kv_cache.SLOT)
     case = AttentionCase(
@@ -244,22 +239,15 @@ def attend_cached(q, k, v, start, requested: str) -> jax.Array:
         documents=False,
         context="cache",
     )
-    if attention_kernel(case, requested).kernel == SPLASH and splash.takes(t, local_slots):
+    chosen = attention_kernel(case, settings.kernel).kernel
+    if chosen == SPLASH and splash.takes(t, local_slots):
         kernel = splash.kernel(interpret=device.platform != TPU)
         return constrain(kv_cache.attend_by_kernel(kernel, q, k, v, start), HEADS)
-    mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
-    return attend(q, k, v, mask)
-
-
-def _attend_by_mask(chosen: str, rate: float, q, k, v, mask, noise) -> jax.Array:
-    """`attend` by cuDNN or in XLA."""
-    if chosen == CUDNN_MASK:
-        return attend_by_cudnn_mask(q, k, v, mask)
-    return attend(q, k, v, mask, dropout=WeightDropout(noise, rate))
+    return attend(q, k, v, extended.mask)
 
 
 def _attend_unsplit(
-    kernel: Kernel | None, chosen: str, rate: float, q, k, v, segments, noise
+    kernel: Kernel | None, chosen: str, q, k, v, segments, dropout: WeightDropout | None
 ) -> jax.Array:
     """Causal attention over complete sequences, all tokens of which are on one device."""
     if kernel:
@@ -271,7 +259,7 @@ def _attend_unsplit(
                 v,
                 context.CAUSAL,
                 None if segments is None else (segments, segments),
-                noise,
+                dropout and dropout.noise_BTN,
             ),
             HEADS,
         )
@@ -283,7 +271,7 @@ def _attend_unsplit(
     return (
         attend_by_cudnn_mask(q, k, v, mask)
         if chosen == CUDNN_MASK
-        else attend(q, k, v, mask, mask_is_causal=True, dropout=WeightDropout(noise, rate))
+        else attend(q, k, v, mask, mask_is_causal=True, dropout=dropout)
     )
 
 

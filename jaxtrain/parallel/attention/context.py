@@ -30,6 +30,7 @@ from jax import lax
 
 from jaxtrain.devices.mesh import CONTEXT, all_gather, manual_size
 from jaxtrain.parallel.attention.heads import by_heads
+from jaxtrain.parallel.dropout import WeightDropout
 
 
 @functools.partial(
@@ -118,19 +119,20 @@ def _all_keys(k, v, segments):
     return k, v, None if segments is None else (segments, _gathered(segments))
 
 
-def attend_by_gather(attend: Callable, q, k, v, segments, noise=None):
+def attend_by_gather(attend: Callable, q, k, v, segments, dropout: WeightDropout | None = None):
     """attend(q, k, v, sight, segments of queries and of keys, noise) with the keys of the unsplit
-    sequence; q, k, v are this device's [B, T, heads, head dimension], and noise, of dropout, is of
-    its queries [B, T, heads]."""
+    sequence; q, k, v are this device's [B, T, heads, head dimension]; noise is that of dropout."""
     parts, i = size(), lax.axis_index(CONTEXT)
     k, v, documents = _all_keys(k, v, segments)
     sight = Sight(jnp.stack([i, 2 * parts - 1 - i]), 2 * parts - 1)
-    return attend(q, k, v, sight, documents, noise)
+    return attend(q, k, v, sight, documents, dropout and dropout.noise_BTN)
 
 
-def attend_by_halves(attend: Callable, q, k, v, segments, noise=None) -> jax.Array:
-    """`attend_by_gather` for attend(q, k, v, mask, noise). Each chunk of queries is attended to on
-    its own, the lower one with the keys that it sees on any device."""
+def attend_by_halves(
+    attend: Callable, q, k, v, segments, dropout: WeightDropout | None = None
+) -> jax.Array:
+    """`attend_by_gather` for attend(q, k, v, mask, dropout=…). Each chunk of queries is attended to
+    on its own, the lower one with the keys that it sees on any device."""
     # The lower chunk of a device is in the lower half of the sequence on every device, so half of
     # the keys will do, a number that is the same in every device's program.
     t, query_positions = q.shape[1], positions(q.shape[1])
@@ -142,13 +144,15 @@ def attend_by_halves(attend: Callable, q, k, v, segments, noise=None) -> jax.Arr
         mask = query_positions[:, None, queries, None] >= at[:, None, None, :]
         if documents is not None:
             mask &= documents[0][:, None, queries, None] == documents[1][:, None, None, :keys]
-        of_queries = None if noise is None else noise[:, queries]
-        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask, of_queries))
+        more = {"dropout": dropout.part(queries)} if dropout else {}
+        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask, **more))
     return jnp.concatenate(out, 1)
 
 
-def attend_by_heads(attend: Callable, q, k, v, segments, noise=None) -> jax.Array:
-    """attend(q, k, v, segments, noise) over unsplit sequences of a part of the heads."""
+def attend_by_heads(
+    attend: Callable, q, k, v, segments, dropout: WeightDropout | None = None
+) -> jax.Array:
+    """attend(q, k, v, segments, dropout) over unsplit sequences of a part of the heads."""
     # An all-to-all splits the heads and joins the tokens: a device sends each of its numbers to one
     # other, where an all-gather sends them to all. Its results are in the order of the devices, and
     # causal kernels want that of the text.
@@ -158,6 +162,7 @@ def attend_by_heads(attend: Callable, q, k, v, segments, noise=None) -> jax.Arra
     q, k, v = (by_heads(to_heads, (a,)) for a in (q, k, v))
     if segments is not None:
         segments = _gathered(segments)
-    if noise is not None:
-        noise = by_heads(to_heads, (noise,))
-    return by_heads(to_tokens, (attend(q, k, v, segments, noise),))
+    if dropout:
+        noise, position_T = by_heads(to_heads, (dropout.noise_BTN,)), jnp.arange(q.shape[1])
+        dropout = WeightDropout(noise, position_T, dropout.rate)
+    return by_heads(to_tokens, (attend(q, k, v, segments, dropout),))

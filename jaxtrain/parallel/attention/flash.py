@@ -36,8 +36,8 @@ class Inputs(NamedTuple):
     sight:    the keys that queries see
     segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): the document of each
               token; a query sees keys of its own document alone
-    noise:    None, or uint32 [B, T, N] of queries and heads: weights are dropped by it and by the
-              key's index (parallel/dropout.py), in blockwise.py alone
+    noise:    None, or that of dropout, uint32 [B, T, N] (parallel/dropout.py); blockwise.py alone
+              reads it
     """
 
     q: jax.Array

@@ -106,8 +106,8 @@ def layer_of(cfg: ResolvedModel, dense: bool, tokens: int = TOKENS) -> Layer:
 
 
 def _flat(closed: Any) -> Any:
-    """A jaxpr without calls, whose scans stay whole."""
-    flat = lambda *args: inline(closed.jaxpr, closed.consts, args, lambda _: True, unroll=False)
+    """A jaxpr without calls and short scans."""
+    flat = lambda *args: inline(closed.jaxpr, closed.consts, args, lambda _: True)
     return jax.make_jaxpr(flat)(*closed.in_avals).jaxpr
 
 

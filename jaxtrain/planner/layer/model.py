@@ -84,12 +84,13 @@ class Model(ResolvedModel):
     @functools.cached_property
     def _layers(self) -> tuple[Layer, Layer]:
         """A layer, and one of those before the layers that have experts."""
-        from jaxtrain.planner.layer.layer_trace import layer_of
+        from jaxtrain.planner.layer.layer_trace import TOKENS, layer_of
 
         assert not self.pattern, "layers of several kinds: ask `of_kind`"
-        layer = layer_of(self.of_one_layer, dense=False)
+        tokens = self.sequence if self.block or self.mixer else TOKENS
+        layer = layer_of(self.of_one_layer, False, tokens)
         has_others = self.experts > 0 and self.dense_layers > 0
-        return layer, layer_of(self.of_one_layer, dense=True) if has_others else layer
+        return layer, layer_of(self.of_one_layer, True, tokens) if has_others else layer
 
     @functools.cached_property
     def of_one_layer(self) -> ResolvedModel:

@@ -43,13 +43,14 @@ CPUS_COMPILER = (
 
 def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
     """Sizes on a device and axes of the gradients, by group and name of the parameter. Groups:
-    "embed", "head", "layers/UNIT" with the stacks of all layers of a local unit, "first/LAYER",
-    "predictors/MODULE"."""
+    "embed", "head", "layers/UNIT" with the stacks of all layers of a local unit, or
+    "layers/UNIT/FORM" where they are of several forms, "first/LAYER", "predictors/MODULE"."""
     outer = dataclasses.replace(layout, zero=max(layout.zero, 1))
     groups: dict[str, dict[str, Parameters]] = collections.defaultdict(dict)
     for parameter, shared in zip(layout.parameters(), outer.parameters(), strict=True):
         keys, reduction, spec = parameter.keys, parameter.reduction, parameter.spec
         depth = 2 if keys[0] in ("layers", "first", "predictors") else 1
+        depth += keys[0] == "layers" and bool(layout.placement.forms)
         split = tuple(axis for part in reduction.unsharded for axis in mesh_axes(part))
         groups["/".join(keys[:depth])][".".join(keys[depth:])] = Parameters(
             parameter.size // math.prod(layout.mesh.shape[axis] for axis in split),

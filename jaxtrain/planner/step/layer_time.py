@@ -126,18 +126,23 @@ class LayerWork(StepPart):
 
     @functools.cached_property
     def attention(self) -> tuple[float, float, float]:
-        """Seconds of attention's core, forward and backward, and of its scores' passes through
-        memory, forward. Fused kernels leave out what is masked, and keep scores on the chip."""
+        """Seconds of attention's core, or of the products of tokens with tokens in its place,
+        forward and backward, and of its scores' passes through memory, forward. Fused kernels leave
+        out what is masked, and keep scores on the chip."""
         model, layout, hardware = self.model, self.layout, self.hardware
         flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
-        seconds = flops / hardware.peak(self.settings.precision.compute)
+        peak = hardware.peak(self.settings.precision.compute)
+        seconds = flops / peak
+        mixing = 2.0 * self.tokens * model.layer().mixing / (layout.model * hardware.attention[0])
+        mixing /= peak
         if self.settings.fused_attention:
             forward, backward = (0.5 * seconds / reached for reached in hardware.attention)
-            return forward, self.settings.attention_backward * backward, 0.0
+            return forward + mixing, self.settings.attention_backward * backward + 2 * mixing, 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
         scores = self.tokens * model.sequence * model.layer().scores / layout.model
         moved = self.item * self.settings.attention_passes * scores
-        return seconds, 2 * seconds, moved / hardware.streaming
+        forward = seconds + mixing
+        return forward, 2 * forward, moved / hardware.streaming
 
     @once
     def passes(self, dense: bool) -> float:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from jaxtrain.config.groups.layer_kinds import forms_of_kinds, kinds_of_layers
 from jaxtrain.planner.layer.collective_time import Parameters, StepCollectives
 from jaxtrain.planner.layer.layer_collectives import owner
 from jaxtrain.planner.layer.layout import AXES
@@ -55,7 +56,8 @@ class LayerPass(NamedTuple):
     times:  a step
     unread: layers of which nothing reads the output
     remat:  how they are recomputed
-    lowest: they are the unit's lowest layers that go through the op
+    lowest: they are among the unit's lowest layers that go through the op
+    kind:   of the layers (config/groups/layer_kinds.py)
     """
 
     label: str
@@ -66,6 +68,7 @@ class LayerPass(NamedTuple):
     unread: int
     remat: str
     lowest: bool = True
+    kind: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,20 +100,23 @@ class StepCounts:
         passes, c, placement = [], self.collectives, self.placement
         remat, every = c.layout.recomputation, self.table is None or c.layout.saves_inputs
         for label, op, unit, times in self._ops_on_units(self.times(stage)):
-            stack, layers = placement.stack_size(unit), placement.layer_count(unit, stage)
+            stack = max(placement.counts(unit))
+            kinds = [c.model.stack[layer] for layer in placement.layers_of(unit, stage)]
             # A layer outside of the loop over layers makes no output that nobody reads. None is
             # outside where a stage runs the unit without a layer.
             single = stack == 1 or remat.recomputed(stack) == 1
             outside = (single or c.gathers_in_ops) and all(placement.counts(unit))
             # The ranges of a unit's layers (runtime/layers/layer_loops.py: LayerRange).
-            lower = remat.recomputed(layers)
-            for mode, count, lowest in (
-                (remat.mode, lower, True),
-                ("none", layers - lower, not lower),
+            lower = remat.recomputed(len(kinds))
+            for mode, part, lowest in (
+                (remat.mode, kinds[:lower], True),
+                ("none", kinds[lower:], not lower),
             ):
-                if count and (op != "R" or mode == "full"):
-                    unread = (count if every else int(outside)) * (op == "R")
-                    passes.append(LayerPass(label, op, times, unit, count, unread, mode, lowest))
+                counts = collections.Counter(part if op != "R" or mode == "full" else ())
+                for kind, count in counts.items():
+                    unread = count if every else int(outside and kind == part[-1])
+                    of_kind = count, unread * (op == "R"), mode, lowest and kind == part[0], kind
+                    passes.append(LayerPass(label, op, times, unit, *of_kind))
         return passes
 
     def _ops_on_units(self, times: Mapping[str, int]) -> Iterator[tuple[str, str, int, int]]:
@@ -185,13 +191,15 @@ class StepCounts:
             ),
             (EMBED, times[EMBED], embedding),
         ]
-        for label, op, runs, unit, layers, unread, remat, lowest in self.layer_passes(stage):
+        for label, op, runs, unit, layers, unread, remat, lowest, kind in self.layer_passes(stage):
             # On one stage R, B and W are one op, which reads parameters and documents once.
             reads, fused = not one_stage or op in "FB", one_stage and remat == "full"
-            of_layer = dataclasses.replace(c, layout=c.layout.with_remat(remat))
+            of_layer = dataclasses.replace(
+                c, model=c.model.of_kind(kind), layout=c.layout.with_remat(remat)
+            )
             ops += [
                 (label, runs, c.document_ids(op) if reads and lowest else []),
-                (label, runs * layers, self._weights(op, unit, reads)),
+                (label, runs * layers, self._weights(op, unit, kind, reads)),
                 (label, runs * (layers - unread), of_layer.layer(op, fused=fused)),
                 (label, runs * unread, of_layer.layer(op, unread=True, fused=fused)),
             ]
@@ -208,15 +216,16 @@ class StepCounts:
             ("optimizer", 1, [c.after_the_update(p) for p in parameters]),
         ]
 
-    def _weights(self, op: str, unit: int, reads: bool) -> list[Collective]:
+    def _weights(self, op: str, unit: int, kind: str, reads: bool) -> list[Collective]:
         """Collectives of an op on one layer's parameters: those that it reads, and gradients."""
-        c, layers = self.collectives, self.placement.stack_size(unit)
-        stacks = self.parameters[f"layers/{unit}"]
+        c, form = self.collectives, forms_of_kinds(self.collectives.model.resolved)[kind]
+        layers = self.placement.stack_size(unit, form)
+        stacks = self.parameters[f"layers/{unit}" + f"/{form}" * bool(form)]
         layer = {name: p._replace(size=p.size // layers) for name, p in stacks.items()}
         # R of each layer from its own input does without the products that make its output.
         unread = {
             owner(name)
-            for product in c.model.layer().products
+            for product in c.model.of_kind(kind).layer().products
             for name in product.names
             if op == "R" and c.layout.saves_inputs and not product.read
         }
@@ -237,12 +246,13 @@ class StepCounts:
     def _dense_layers(self, ops: str) -> list[Collective]:
         """Collectives of the dense layers before the first unit."""
         c, count, collectives = self.collectives, self.collectives.model.dense_layers, []
-        for i in range(count):
+        for i, kind in enumerate(kinds_of_layers(c.model)[:count]):
+            of_kind = dataclasses.replace(c, model=c.model.of_kind(kind))
             layer = self.parameters[f"first/{i}"].values()
             unread = "W" in ops and i == count - 1  # its output is there already
             collectives += [*c.document_ids("F"), *c.gathers(layer)]
             for op in ops:
-                collectives += c.layer(op, unread=unread, fused=True, dense=True)
+                collectives += of_kind.layer(op, unread=unread, fused=True, dense=True)
             collectives += c.reductions_in_op(layer if "W" in ops else [])
         return collectives
 
@@ -270,6 +280,7 @@ class StepCounts:
         )
         read = [*head.values(), table] if c.model.tied_embeddings else list(head.values())
         collectives = [c.stage_sum(2), *c.gathers(read), *c.reductions_in_op(read), *c.loss()]
+        last = dataclasses.replace(c, model=c.model.of_kind(c.model.stack[-1]))
         for i in range(c.model.mtp_depth):
             module = self.parameters[f"predictors/{i}"].values()
             collectives += [
@@ -278,7 +289,7 @@ class StepCounts:
                 *c.lookup(table),
                 *c.lookup_gradient(table, same_op=True),
                 *c.document_ids("F"),
-                *(collective for op in "FBW" for collective in c.layer(op, fused=True)),
+                *(collective for op in "FBW" for collective in last.layer(op, fused=True)),
                 c.joining(),
                 *c.loss(),
             ]

@@ -47,6 +47,7 @@ CALLS = frozenset(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
     "remat2 checkpoint".split()
 )
+MOST_UNROLLED = 16  # iterations of a scan that become equations by themselves
 NAME = "name"  # the equation of a value that models/ has named (jax.ad_checkpoint)
 RECOMPUTED = "recomputed"  # name scope of what jax.checkpoint recomputes in the backward
 
@@ -76,9 +77,9 @@ def value_of(atom, env: dict):
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
-def inline(jaxpr, consts, args, keep: KeepRule, unroll: bool = True):
-    """Evaluates a jaxpr, going into calls and scans: traced again, it is flat. Values that `keep`
-    does not keep lose their names. unroll: scans are cut into trips; otherwise they stay whole"""
+def inline(jaxpr, consts, args, keep: KeepRule):
+    """Evaluates a jaxpr, going into calls and short scans: traced again, it is flat. Values that
+    `keep` does not keep lose their names."""
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
         zip(jaxpr.invars, args, strict=True)
     )
@@ -86,8 +87,9 @@ def inline(jaxpr, consts, args, keep: KeepRule, unroll: bool = True):
         values = [value_of(a, env) for a in equation.invars]
         params, name = equation.params, equation.primitive.name
         inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
-        # An unrolled scan is cut like other equations. A loop that must stay whole is a `while`.
-        if name == "scan" and unroll:
+        # An unrolled scan is cut like other equations. A long one, over tokens perhaps, would be
+        # more of these than can be compiled. A loop that must stay whole is a `while`.
+        if name == "scan" and params["length"] <= MOST_UNROLLED:
             out = _unrolled(params, values, keep)
         # A name is an equation by itself. Without it the value may be recomputed like any other.
         elif name == NAME and not keep(equation):
@@ -102,7 +104,7 @@ def inline(jaxpr, consts, args, keep: KeepRule, unroll: bool = True):
                 else contextlib.nullcontext()
             )
             with scope:
-                out = inline(body, constants, values, keep, unroll)
+                out = inline(body, constants, values, keep)
         else:
             out = bind(equation, values)
         env.update(zip(equation.outvars, out, strict=True))

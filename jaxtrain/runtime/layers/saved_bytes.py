@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxtrain.config import PrecisionConfig, ResolvedModel
-from jaxtrain.config.groups.layer_kinds import forms_of_kinds, has_dropout, kinds_of_layers
+from jaxtrain.config.groups.layer_kinds import (
+    forms_of_kinds,
+    has_dropout,
+    kinds_of_layers,
+    of_kind,
+)
 from jaxtrain.config.saved_values import LAYER_INPUT, LayerBytes, names_of, names_on_host
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.devices.mesh import AXES, MODEL, AbsentDevice, manual_axes, traced_for
@@ -78,7 +83,8 @@ class RuntimeLayer:
         x = jax.ShapeDtypeStruct(message, self.compute)
         params = jax.tree.map(self._shape_as_used, self.specs)
         # A device has memory for more rows of experts than arrive, on average for half of them.
-        recomputed = ACTIVATIONS if self.parts.cfg.experts else frozenset()
+        has_experts = of_kind(self.parts.cfg, self.kind).experts > 0
+        recomputed = ACTIVATIONS if has_experts else frozenset()
         return LayerSplit(self, params, x, extra, keep, recomputed).placed(hosted)
 
     def _shape_as_used(self, spec: Spec) -> Any:

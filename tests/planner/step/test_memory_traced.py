@@ -33,6 +33,16 @@ SMALL = {
     "pipeline.repeats": 1,
     "precision.compute": "bfloat16",
 }
+WINDOWS = {
+    "model.layers": 7,
+    "model.pattern": ("window", "window", "full"),
+    "model.window": 512,
+}
+TWO_HEAD_SIZES = {
+    "model.pattern": ("window", "wide"),
+    "model.window": 512,
+    "model.kinds": ("wide.head_dim=48", "wide.window=0"),
+}
 NUMBER, CAST = 4, 2  # bytes of a parameter, and of its cast for products
 COUNTERS = 1e-3  # of the parameters: those of a router, on which counts are hung
 # the platform that the programs are traced for, by which kernels and messages are chosen
@@ -124,6 +134,25 @@ def for_full(*case):
                 "mesh.model": 2,
                 "model.norm": "layernorm",
                 "model.biases": ("qkv", "mlp"),
+            },
+        ),
+        # kinds that share pools, and units in which they differ; pools of their own
+        for_full("tiny", "selective", {"mesh.expert": 1} | WINDOWS),
+        for_full("tiny", "none", {"mesh.expert": 1, "mesh.model": 2} | WINDOWS),
+        ("tiny", "full:2", {"mesh.expert": 1, "model.layers": 8} | TWO_HEAD_SIZES),
+        for_full(
+            "tiny",
+            "selective:1",
+            {"mesh.expert": 1, "mesh.stage": 4, "model.layers": 7} | TWO_HEAD_SIZES,
+        ),
+        for_full(
+            "mixtral_tiny",
+            "full",
+            {
+                "model.layers": 7,
+                "model.pattern": ("full", "dense", "nope"),
+                "model.expert_room": 2.0,
+                "pipeline.save": ("layer_input",),
             },
         ),
     ],

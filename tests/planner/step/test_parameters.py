@@ -22,6 +22,7 @@ LAYOUTS = {
     "data 4 · stage 2": {"data": 4, "stage": 2},
     "stage 2 · model 4": {"stage": 2, "model": 4},
 }
+STAGED = {name: LAYOUTS[name] for name in ("data 2 · stage 2 · model 2", "stage 4 · model 2")}
 EXPERTS = {
     "data 2 · stage 2 · expert 2": {"data": 2, "stage": 2, "expert": 2},
     "stage 2 · model 2 · expert 2": {"stage": 2, "model": 2, "expert": 2},
@@ -33,17 +34,34 @@ GPT = {
     "model.positions": "learned",
     "model.biases": ("qkv", "out", "mlp", "norm"),
 }
+# seven layers, so that stages differ: experts or not, and heads of two sizes with a window or not
+ALTERNATING = {
+    "model.layers": 7,
+    "model.pattern": ("full", "dense", "dense"),
+    "model.dense_layers": 1,
+    "model.mtp_depth": 1,
+}
+WINDOWS = {
+    "model.layers": 7,
+    "model.pattern": ("window", "window", "wide"),
+    "model.window": 16,
+    "model.kinds": ("wide.head_dim=48", "wide.window=0", "wide.qk_norm=true"),
+}
 # (recipe, changes, layouts)
 CASES = [
     ("tiny", {"model.qk_norm": True, "model.biases": ("qkv",)}, LAYOUTS),
     ("tiny", GPT | {"model.vocab_size": 509}, LAYOUTS),  # a prime: padded wherever it is split
     ("mixtral_tiny", {"model.biases": ("out", "router")}, LAYOUTS | EXPERTS),
     ("deepseek_tiny", {"model.biases": ("qkv", "router")}, LAYOUTS | EXPERTS),
+    ("mixtral_tiny", ALTERNATING, STAGED | EXPERTS),
+    ("tiny", WINDOWS, STAGED),
 ]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "changes", "layouts"), CASES, ids=["tiny", "gpt", "mixtral_tiny", "deepseek_tiny"]
+    ("recipe", "changes", "layouts"),
+    CASES,
+    ids=["tiny", "gpt", "mixtral_tiny", "deepseek_tiny", "experts alternate", "windows"],
 )
 def test_parameters_of_a_device(recipe, changes, layouts):
     for name, layout in layouts.items():
@@ -70,7 +88,7 @@ def test_parameters_of_a_device(recipe, changes, layouts):
         held = (
             work.device.parameters(slots.stored_layers, slots.shares_vocabulary)
             if slots
-            else work.device.parameters(0, False)
+            else work.device.parameters((), False)
         )
         assert work.device.sharded(held, 1) == allocated, name
         assert slots or work.device.parameters() == held, name
