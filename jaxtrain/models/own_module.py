@@ -156,6 +156,10 @@ class OwnModule(nnx.Module):
         y_BTD = run(gather_sequence(x_BTD), positions_BT, segments_BT, *values)
         return constrain(constrain(y_BTD, GATHERED), SPLIT)
 
+    def cache_arrays(self, batch: int, slots: int, dtype) -> Any:
+        """As of generation/decode.py. Raises OwnCodeError for a class without a cache."""
+        raise OwnCodeError(f"names {self.construct.cls.__name__}, which has no cache")
+
     def _module(self, values: Sequence) -> nnx.Module:
         """The module of one's own, with these values of its parameters, in the order of `own`."""
         module, specs = self.construct(jnp.zeros(2, jnp.uint32)), self.construct.specs
