@@ -6,6 +6,7 @@ the layers without experts. They give `model.pattern`, a kind for each layer, an
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 
 from jaxtrain.config import ModelConfig, ResolvedModel, value_text
@@ -31,6 +32,22 @@ def settings_of(kinds: Sequence[str], window: int) -> Settings:
     if len(set(kinds)) > 1:
         return {"pattern": pattern_of(kinds), "window": window}
     return {"pattern": (), "window": window} | BUILTIN[kinds[0]]
+
+
+def layer_types(
+    fields: Fields, layers: int, default: list[str], allowed: Sequence[str]
+) -> list[str]:
+    """The type of each layer. default: where layer_types is missing. Raises HfError for a type that
+    is not allowed."""
+    types = fields.value("layer_types", None)
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != layers:
+        raise fields.refuse("layer_types", f"has no type for each of {layers} layers")
+    if not all(kind in allowed for kind in types):
+        only = " or ".join(json.dumps(kind) for kind in allowed)
+        raise fields.refuse("layer_types", f"is not supported: only {only} is")
+    return types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +94,7 @@ class Windows(TableEntry):
             default = [FULL if number % every == 0 else SLIDING for number in range(1, layers + 1)]
         else:
             default = [SLIDING if window and n >= start else FULL for n in range(layers)]
-        types = fields.value("layer_types", None)
-        if types is None:
-            return default
-        if not isinstance(types, list) or len(types) != layers:
-            raise fields.refuse("layer_types", f"has no type for each of {layers} layers")
-        if self.typed and all(kind in (SLIDING, FULL) for kind in types):
-            return types
-        if types != default:
-            only = f'only "{SLIDING}" and "{FULL}" are' if self.typed else f"all are {default[0]!r}"
-            raise fields.refuse("layer_types", f"is not supported: {only}")
-        return default
+        return layer_types(fields, layers, default, (SLIDING, FULL) if self.typed else default[:1])
 
     def write(self, model: ResolvedModel, length: int) -> Settings:
         windows = [layer.window for layer in models_of_layers(model)]
@@ -211,7 +218,8 @@ class SparseLayers(TableEntry):
 
 def _with_dense_layers(settings: Settings, dense: Sequence[int]) -> Settings:
     """The pattern and the kinds of a model with experts in all layers but `dense`."""
-    pattern = settings["pattern"] or ("window" if settings["window"] else "full",)
+    alone = "mixer" if settings.get("mixer") else "window" if settings["window"] else "full"
+    pattern = settings["pattern"] or (alone,)
     kinds = [pattern[n % len(pattern)] for n in range(settings["layers"])]
     changes = dict.fromkeys(settings.get("kinds", ()))
     for n in dense:

@@ -16,7 +16,7 @@ from jaxtrain.hf.families.mistral import MISTRAL, MIXTRAL
 from jaxtrain.hf.families.olmo import OLMO2, OLMO3
 from jaxtrain.hf.families.phi3 import PHI3
 from jaxtrain.hf.families.qwen import QWEN2, QWEN3
-from jaxtrain.hf.families.qwen_moe import QWEN3_MOE
+from jaxtrain.hf.families.qwen_moe import QWEN3_MOE, QWEN3_NEXT
 from jaxtrain.hf.families.seed_oss import SEED_OSS
 from jaxtrain.hf.families.smollm3 import SMOLLM3
 
@@ -45,5 +45,6 @@ FAMILIES = {
         PHI3,
         COHERE,
         COHERE2,
+        QWEN3_NEXT,
     )
 }
