@@ -417,6 +417,42 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "sliding_window_pattern": maybe(between(1, 4)),
         "position_embedding_type": maybe(some("rope_gptj"), 0.2),
     },
+    "qwen3_next": {
+        **SIZES,
+        "num_key_value_heads": KEY_HEADS_GIVEN,
+        "head_dim": some(8, 16),
+        **SHARED,
+        "attention_bias": maybe(flag(0.3)),
+        "partial_rotary_factor": maybe(some(0.25, 0.5, 1.0)),
+        "num_hidden_layers": some(1, 2, 3, 5, 7),
+        "full_attention_interval": maybe(between(1, 4)),
+        "layer_types": maybe(
+            lambda chance, v: [
+                chance.choice(["linear_attention", "full_attention"])
+                for _ in range(v["num_hidden_layers"])
+            ],
+            0.4,
+        ),
+        "linear_num_key_heads": between(1, 3),
+        "linear_num_value_heads": lambda chance, v: (
+            v["linear_num_key_heads"] * chance.randint(1, 3)
+        ),
+        "linear_key_head_dim": between(2, 8),
+        "linear_value_head_dim": between(2, 8),
+        "linear_conv_kernel_dim": between(1, 5),
+        "moe_intermediate_size": between(1, 24),
+        "shared_expert_intermediate_size": lambda chance, v: (
+            v["moe_intermediate_size"] * chance.randint(1, 2)
+        ),
+        "num_experts": between(1, 8),
+        "num_experts_per_tok": lambda chance, v: chance.randint(1, v["num_experts"]),
+        "norm_topk_prob": flag(),
+        "decoder_sparse_step": some(1, 1, 2),
+        "mlp_only_layers": lambda chance, v: chance.choice(
+            [MISSING, None, [], [0], [chance.randint(0, v["num_hidden_layers"])]]
+        ),
+        "router_aux_loss_coef": maybe(some(0.001)),
+    },
     "gpt2": {
         "vocab_size": VOCABULARY,
         "n_positions": between(75, 90),
@@ -464,6 +500,7 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 # Sizes whose defaults would make a model of gigabytes, or which other draws need.
@@ -471,7 +508,8 @@ SMALL = frozenset(
     "hidden_size intermediate_size moe_intermediate_size n_embd num_hidden_layers vocab_size "
     "num_attention_heads n_head kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim "
     "n_group topk_group num_experts_per_tok n_routed_experts num_experts num_local_experts "
-    "n_positions n_layer head_dim pad_token_id".split()
+    "n_positions n_layer head_dim pad_token_id linear_num_key_heads linear_num_value_heads "
+    "shared_expert_intermediate_size".split()
 )
 # Fields that nobody knows, or which only other families have.
 UNKNOWN: Mapping[str, Draw] = {
