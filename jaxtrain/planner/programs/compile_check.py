@@ -258,7 +258,10 @@ def step_loops(
         stage,
         op_runs={op: int(column[:, stage].sum()) for op, column in runs.items()},
         busy_ticks=int(table.busy[:, stage].sum()) if table else 0,
-        layers=[placement.layer_count(unit, stage) for unit in range(placement.units_per_stage)],
+        layers=[
+            [setup.kinds[layer] for layer in placement.layers_of(unit, stage)]
+            for unit in range(placement.units_per_stage)
+        ],
         expert_tokens=expert_tokens,
     )
 

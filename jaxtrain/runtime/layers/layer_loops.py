@@ -16,6 +16,7 @@ Where stages have the same layers all counts are ints, and where they differ the
 read from a table by the stage: a kind of which there is none has a loop of no trips.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -34,6 +35,7 @@ LayerNumber = Any  # an int, or a traced int32
 LayerBody = Callable  # (a layer's range, its LayerIndex, its parameters, carry) → carry
 # A plan whose runs have more bodies than this takes kinds from a table, with one body for each.
 MOST_BODIES = 8
+LAYERS_OF = "layers_of_"  # with a kind: the name scope of a run of its layers
 
 
 class LayerIndex(NamedTuple):
@@ -219,10 +221,18 @@ class Loop:
                     values = [_after(a, number, s) for a, s in zip(first, run.step, strict=True)]
                     return step(run, values, carry)
 
-                carry = run_trips(0, _entry(each.count, stage, repeat), trip, carry)
+                with _scope_of(each.label):
+                    carry = run_trips(0, _entry(each.count, stage, repeat), trip, carry)
             return carry
 
         return run_trips(0, self.repeats, runs, carry)
+
+
+def _scope_of(label: Any) -> contextlib.AbstractContextManager:
+    """A name scope with the kind of the layers, by which a compiled program's loops are told apart
+    (planner/programs/loops.py)."""
+    kind = label.kind if isinstance(label, LayerRange) else ""
+    return jax.named_scope(f"{LAYERS_OF}{kind}") if kind else contextlib.nullcontext()
 
 
 def _after(value: LayerNumber, trips: LayerNumber, step: int) -> LayerNumber:
