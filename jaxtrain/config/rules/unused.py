@@ -420,7 +420,7 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
     return [
         *notes,
         *_more_layers_than_there_are(config.pipeline, config.model, config.mesh.stage),
-        *_names_without_use(config.pipeline, config.parallel),
+        *_names_without_use(config.pipeline, config.parallel, config.model),
         *_kinds_without_use(config),
     ]
 
@@ -444,10 +444,13 @@ def _kinds_without_use(config: MeshedConfig) -> Iterator[str]:
         yield f"nope in model.pattern={pattern} has no use with model.positions={model.positions!r}"
 
 
-def _names_without_use(pipeline: PipelineConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _names_without_use(
+    pipeline: PipelineConfig, parallel: ParallelConfig, model: ModelConfig
+) -> Iterator[str]:
     """Lines about names in `pipeline.save`."""
     save = pipeline.save
-    if MLP_OUT in names_of(save):
+    is_read = any(kind.norm_place != "before" for kind in models_of_kinds(model))
+    if MLP_OUT in names_of(save) and not is_read:
         yield f"pipeline.save={MLP_OUT} saves nothing: no backward reads it"
     if names_on_host(save) and parallel.offload_to("activations") == "host":
         yield f"{ON_HOST} in pipeline.save has no use with parallel.offload={parallel.offload}"
