@@ -14,6 +14,7 @@ from jaxtrain.devices.sharding import constrain
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.runtime.loss import (
     LossInputs,
+    LossRule,
     OutputHead,
     VocabularyShard,
     loss_and_gradients,
@@ -106,6 +107,35 @@ def test_token_losses():
     wanted = lambda x: optax.softmax_cross_entropy_with_integer_labels(x, targets)
     np.testing.assert_allclose(losses, wanted(logits), rtol=1e-5)
     np.testing.assert_allclose(gradient, jax.grad(lambda x: wanted(x).sum())(logits), atol=1e-6)
+
+
+def test_z_loss():
+    """The term of PaLM (arXiv:2204.02311, section 5), over chunks of tokens, with its gradient."""
+    weight = 0.3
+
+    def objective(params, x):
+        chunk = inputs(x)
+        logits = head(params, chunk.x_BTD)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, chunk.targets_BT)
+        z_losses = weight * jax.nn.logsumexp(logits, -1) ** 2
+        sums = [jnp.sum(a * chunk.weights_BT) for a in (losses, z_losses)]
+        return sums[0] + sums[1], sums
+
+    (_, (loss, z_loss)), (dparams, dx) = jax.value_and_grad(objective, (0, 1), has_aux=True)(
+        PARAMS, jnp.asarray(X)
+    )
+    start = jax.tree.map(jnp.zeros_like, PARAMS)
+    chunked = OutputHead(head, 8, rule=LossRule(weight))
+    sums, gradients, g = jax.jit(lambda x: loss_and_gradients(chunked, PARAMS, start, inputs(x)))(X)
+    np.testing.assert_allclose(sums, (loss, z_loss), rtol=1e-6)
+    np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients, dparams
+    )
+    # evaluation reports the cross-entropy alone
+    np.testing.assert_allclose(
+        jax.jit(lambda x: loss_sum(chunked, PARAMS, inputs(x)))(X), loss, rtol=1e-6
+    )
 
 
 def test_padded_logits_change_nothing():
