@@ -3,8 +3,9 @@
     --config.model.mixer=configs/layers/gated_deltanet.py:GatedDeltaNet
 
 The state S [key, value] of a head shrinks by α, loses what it has under the key k, and gets v:
-S ← α (S − β k (kᵀ S)) + β k vᵀ, with the output qᵀ S. Tokens go in chunks. With c, the sums of log α in a chunk, and S₀, the state before it, the values
-that its tokens write are U, the output is O (section 3.3 of the paper, its WY form):
+S ← α (S − β k (kᵀ S)) + β k vᵀ, with the output qᵀ S. Tokens go in chunks. With c, sums of log α
+in a chunk, and S₀, the state before it, its tokens write the values U, and the outputs are O
+(section 3.3 of the paper, the WY form):
 
     L_ij = β_i (k_i · k_j) exp(c_i − c_j) for j < i        (I + L) U = β (V − exp(c) K S₀)
     O = exp(c) Q S₀ + (Q Kᵀ ∘ exp(c_i − c_j) for j ≤ i) U
