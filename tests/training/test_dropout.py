@@ -34,7 +34,7 @@ MORE = {
     "selective": Case((1, 1, 1), changes={"pipeline.remat": "selective"}),
     "everything saved": Case((1, 2, 1), changes={"pipeline.remat": "none"}),
     "interleaved": Case((1, 2, 1), "interleaved", 2),
-    "overlapped": Case((1, 2, 1), "dualpipe_v"),
+    "overlapped": Case((1, 2, 1), "dualpipe_v", 2, microbatches=4),
     "context": Case((1, 2, 1), changes={"mesh.context": 2}),
     "ulysses": Case((1, 1, 2), changes={"mesh.context": 2, "parallel.context": "ulysses"}),
     "replica, expert": Case((1, 1, 2), changes={"mesh.replica": 2, "mesh.expert": 2} | EXPERTS),
