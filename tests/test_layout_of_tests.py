@@ -60,6 +60,7 @@ GROUPED = {
     "devices/cluster_environment.py": "devices/test_cluster.py",
     "devices/startup.py": "test_cli.py",
     "hf/entries.py": "hf/test_model_config.py",
+    "hf/layer_types.py": "hf/test_model_config.py",
     "hf/fields.py": "hf/test_model_config.py",
     "hf/source_files.py": "test_convert.py",
     "hf/rope_parameters.py": "hf/test_model_config.py",

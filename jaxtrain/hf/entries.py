@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.groups.model_settings import BIASED
 from jaxtrain.hf.fields import MISSING, Fields
 from jaxtrain.hf.rope_parameters import SCALINGS, Settings, read_rope, write_rope
@@ -69,6 +69,8 @@ class Integer(SettingField):
     """An integer.
 
     default: where the field is missing; null: what null stands for, None if it is refused
+    least:   it is also written for a setting that counts nothing, such as experts that a model
+             lacks
     """
 
     default: Any = MISSING
@@ -84,16 +86,7 @@ class Integer(SettingField):
 
     def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         value = getattr(model, self.setting)
-        return {self.field: None if value == self.null else value}
-
-
-@dataclasses.dataclass(frozen=True)
-class OfExperts(Integer):
-    """An integer of a layer's experts. A model without any layer of experts has 1, which counts
-    nothing."""
-
-    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
-        return super().write(model, length) if model.experts else {self.field: 1}
+        return {self.field: None if value == self.null else max(value, self.least)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,9 +277,9 @@ class RotaryPositions(TableEntry):
 
     def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         # kinds without rotary positions, or without attention, have no say
-        models = [of_kind(model, kind) for kind in kinds_of_layers(model)]
-        rotary = [each for each in models if each.positions == "rotary" and not each.mixer]
-        model = [*rotary, model][0]
+        models = models_of_kinds(model)
+        rotary = (each for each in models if each.positions == "rotary" and not each.mixer)
+        model = next(rotary, model)
         if self.part is None:
             return write_rope(model, length)
         part = model.rotary_dim / model.head_dim

@@ -154,7 +154,7 @@ def open_weights(published: Published, config: FilledConfig) -> PublishedWeights
         if name.removeprefix(prefix) in folder
     }
     weights = PublishedWeights(published, folder, rules, tensors, copies, arrays, prefix)
-    _check_headers(weights, tuple(f"{module}." for module in left_out))
+    _check_headers(weights, (*family.unread, *(f"{module}." for module in left_out)))
     return weights
 
 

@@ -6,6 +6,7 @@ the layers without experts. They give `model.pattern`, a kind for each layer, an
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 
 from jaxtrain.config import ModelConfig, ResolvedModel, value_text
@@ -31,6 +32,22 @@ def settings_of(kinds: Sequence[str], window: int) -> Settings:
     if len(set(kinds)) > 1:
         return {"pattern": pattern_of(kinds), "window": window}
     return {"pattern": (), "window": window} | BUILTIN[kinds[0]]
+
+
+def layer_types(
+    fields: Fields, layers: int, default: list[str], allowed: Sequence[str]
+) -> list[str]:
+    """The type of each layer. default: where layer_types is missing. Raises HfError for a type that
+    is not allowed."""
+    types = fields.value("layer_types", None)
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != layers:
+        raise fields.refuse("layer_types", f"has no type for each of {layers} layers")
+    if not all(kind in allowed for kind in types):
+        only = " or ".join(json.dumps(kind) for kind in allowed)
+        raise fields.refuse("layer_types", f"is not supported: only {only} is")
+    return types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,37 +85,23 @@ class Windows(TableEntry):
 
     def _types(self, fields: Fields, layers: int, window: bool) -> list[str]:
         """The type of each layer. window: whether there is one"""
-        every, start = self.every, 0
-        if self.every_field:
-            every = fields.integer(self.every_field, every)
-        if self.start is not None:
-            start = fields.integer("max_window_layers", self.start, least=0)
-        if every:
-            default = [FULL if number % every == 0 else SLIDING for number in range(1, layers + 1)]
-        else:
-            default = [SLIDING if window and n >= start else FULL for n in range(layers)]
-        types = fields.value("layer_types", None)
-        if types is None:
-            return default
-        if not isinstance(types, list) or len(types) != layers:
-            raise fields.refuse("layer_types", f"has no type for each of {layers} layers")
-        if self.typed and all(kind in (SLIDING, FULL) for kind in types):
-            return types
-        if types != default:
-            only = f'only "{SLIDING}" and "{FULL}" are' if self.typed else f"all are {default[0]!r}"
-            raise fields.refuse("layer_types", f"is not supported: {only}")
-        return default
+        every = fields.integer(self.every_field, self.every) if self.every_field else self.every
+        start = (
+            0 if self.start is None else fields.integer("max_window_layers", self.start, least=0)
+        )
+        is_full = lambda n: (n + 1) % every == 0 if every else not window or n < start
+        default = [FULL if is_full(n) else SLIDING for n in range(layers)]
+        return layer_types(fields, layers, default, (SLIDING, FULL) if self.typed else default[:1])
 
     def write(self, model: ResolvedModel, length: int) -> Settings:
         windows = [layer.window for layer in models_of_layers(model)]
-        values: Settings = {"sliding_window": max(windows) or None}
-        if self.switched:
-            values["use_sliding_window"] = any(windows)
-        if self.typed:
-            values["layer_types"] = [SLIDING if window else FULL for window in windows]
-        if self.start is not None:
-            values["max_window_layers"] = windows.count(0)
-        return values
+        types = [SLIDING if window else FULL for window in windows]
+        return (
+            {"sliding_window": max(windows) or None}
+            | ({"use_sliding_window": any(windows)} if self.switched else {})
+            | ({"layer_types": types} if self.typed else {})
+            | ({} if self.start is None else {"max_window_layers": windows.count(0)})
+        )
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -111,53 +114,47 @@ class Windows(TableEntry):
 
 
 @dataclasses.dataclass(frozen=True)
-class RotaryByType(TableEntry):
+class RotaryByType(RotaryPositions):
     """Rotary positions whose base and scaling differ between the layers with a window and those
     with full attention. `Windows` comes before.
 
-    longest:     transformers' default of max_position_embeddings
-    full, local: its defaults of both bases
+    base, local: transformers' defaults of both bases, that of full attention first
     local_field: the field of older files with the base in layers with a window; "": there is none
     """
 
-    longest: int
-    full: float
-    local: float
+    local: float = 10000.0
     local_field: str = ""
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
-        bases = {FULL: ("rope_theta", self.full), SLIDING: (self.local_field, self.local)}
+        bases = {FULL: ("rope_theta", self.base), SLIDING: (self.local_field, self.local)}
         full, local = map(rope_settings, read_ropes(fields, bases, self.longest).values())
         rotary = {"positions": "rotary"}
         if not settings["pattern"]:
             return rotary | (local if settings["window"] else full)
-        defaults = vars(ModelConfig())
         names = [*full, *local] if "rope_scaling" in local else ["rotary_base", "rope_scaling"]
-        kinds = []
-        for name in dict.fromkeys(names):
-            value = local.get(name, defaults[name])
-            if value != full.get(name, defaults[name]):
-                kinds.append(f"window.{name}={value_text(value)}")
+        value = lambda rope, name: rope.get(name, getattr(ModelConfig(), name))
+        kinds = (
+            f"window.{name}={value_text(value(local, name))}"
+            for name in dict.fromkeys(names)
+            if value(local, name) != value(full, name)
+        )
         return rotary | full | {"kinds": tuple(kinds)}
 
     def write(self, model: ResolvedModel, length: int) -> Settings:
         layers = models_of_layers(model)
         by_type = {SLIDING if layer.window else FULL: layer for layer in reversed(layers)}
         forms = {kind: write_rope(layer, length) for kind, layer in by_type.items()}
-        values = dict(forms.get(FULL) or forms[SLIDING])
-        values["rope_parameters"] = {kind: form["rope_parameters"] for kind, form in forms.items()}
-        if self.local_field and SLIDING in by_type:
-            values[self.local_field] = by_type[SLIDING].rotary_base
-        return values
+        newer = {kind: form["rope_parameters"] for kind, form in forms.items()}
+        local = {self.local_field: forms.get(SLIDING, {}).get("rope_theta", self.local)}
+        return (
+            (forms.get(FULL) or forms[SLIDING])
+            | {"rope_parameters": newer}
+            | (local if self.local_field else {})
+        )
 
     @property
     def sources(self) -> Mapping[str, str]:
-        local = {"kinds": self.local_field} if self.local_field else {}
-        return {**RotaryPositions(self.longest).sources, **local}
-
-    @property
-    def limits(self) -> Mapping[str, str]:
-        return RotaryPositions(self.longest).limits
+        return {**super().sources, "kinds": self.local_field or "rope_parameters"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +208,8 @@ class SparseLayers(TableEntry):
 
 def _with_dense_layers(settings: Settings, dense: Sequence[int]) -> Settings:
     """The pattern and the kinds of a model with experts in all layers but `dense`."""
-    pattern = settings["pattern"] or ("window" if settings["window"] else "full",)
+    alone = "mixer" if settings.get("mixer") else "window" if settings["window"] else "full"
+    pattern = settings["pattern"] or (alone,)
     kinds = [pattern[n % len(pattern)] for n in range(settings["layers"])]
     changes = dict.fromkeys(settings.get("kinds", ()))
     for n in dense:

@@ -17,6 +17,8 @@ Shape suffixes: B batch, T query tokens, S key tokens, D width, N heads, H head 
 dimension, V value dimension, C latent, K the numbers of a token in the cache, C + R.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -43,13 +45,7 @@ class LatentAttention(nnx.Module):
         self.heads, self.rank = cfg.heads, cfg.kv_rank
         self.rotary, self.score_factor = Rotary(cfg, cfg.rope_head_dim), score_factor(cfg)
         self.head_dim, self.rope_dim = cfg.head_dim, cfg.rope_head_dim
-        self.settings = AttentionSettings(
-            context,
-            cfg.attention_kernel,
-            cfg.attention_backward,
-            cfg.dropout_attention,
-            cfg.window,
-        )
+        self.settings = AttentionSettings.of(cfg, context)
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         compressed = q + self.rank + self.rope_dim
         query, key_value = self.head_dim + self.rope_dim, self.head_dim + cfg.value_head_dim
@@ -118,10 +114,14 @@ class LatentAttention(nnx.Module):
             -1,
         )
         inner = jnp.einsum("btnh,cnh->btnc", q[..., : self.head_dim], to_keys)
-        # `attend` divides by the root of the last dimension, here K instead of H + R.
-        scale = ((self.rank + self.rope_dim) / (self.head_dim + self.rope_dim)) ** 0.5
-        q = jnp.concatenate([inner, q[..., self.head_dim :]], -1) * scale
+        # The scores' factor is that of expanded keys, of size H + R.
+        scores, window = self.settings.scores, self.settings.window
+        scores = dataclasses.replace(scores, scale=scores.factor(q.shape[-1]))
+        q = jnp.concatenate([inner, q[..., self.head_dim :]], -1)
         k_BS1K = extended.seen[0][:, :, None].astype(q.dtype)
-        of_latents = attend(q, k_BS1K, k_BS1K[..., : self.rank], extended.mask)
+        in_order = extended.is_text is not None
+        of_latents = attend(
+            q, k_BS1K, k_BS1K[..., : self.rank], extended.mask, in_order, None, window, scores
+        )
         y = constrain(jnp.einsum("btnc,cnv->btnv", of_latents, to_values), HEADS)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), extended.cache

@@ -243,7 +243,8 @@ class MoE(nnx.Module):
             shared_hidden = self.activation(*inner)
             if self.shared_weight is not None:
                 logits_T1 = matmul(flat(gathered_BTD), matrix(self.shared_weight, gathered_BTD))
-                shared_gates = jax.nn.sigmoid(logits_T1).reshape(1, b * t)
+                # in float32, as the weights of choices are
+                shared_gates = jax.nn.sigmoid(logits_T1.astype(jnp.float32)).reshape(1, b * t)
                 shared_hidden = weigh(shared_hidden, shared_gates)
         at_gateways = dispatch.to_gateways(x_MBTD, routing, spec)
         in_steps = isinstance(routing, TwoSteps)

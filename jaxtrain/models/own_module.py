@@ -27,6 +27,7 @@ from flax import nnx
 
 from jaxtrain.config import ResolvedModel
 from jaxtrain.config.errors import cut, nearly, one_line
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
 from jaxtrain.config.own_code import OwnCodeError, load
 from jaxtrain.devices.mesh import MODEL
 from jaxtrain.devices.sharding import RULES, constrain
@@ -39,7 +40,7 @@ from jaxtrain.models.layers import (
     matrix,
     row_product,
 )
-from jaxtrain.models.spec import Spec, parameter
+from jaxtrain.models.spec import CacheArray, Spec, parameter
 from jaxtrain.parallel.pinned import pinned
 from jaxtrain.parallel.tensor import flat
 
@@ -51,6 +52,7 @@ AXES = tuple(name for name in "width heads kv_heads mlp latent position".split()
 NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
 
 Path = tuple[str, ...]  # of a parameter in a module
+KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)  # of a module's initial values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Constructor:
         """The module with the initial values of a key, uint32 [2]."""
         rngs = nnx.Rngs(jax.random.wrap_key_data(key, impl="threefry2x32"))
         # flax would lay a parameter with names of axes onto mesh axes of these names.
-        with nnx.use_eager_sharding(False), _errors_of(self.cls, "cannot be constructed"):
+        with nnx.use_eager_sharding(False), errors_of(self.cls, "cannot be constructed"):
             return self.cls(self.width, rngs=rngs, **dict(self.settings))
 
     def initial_value(self, path: Path, key: jax.Array) -> jax.Array:
@@ -81,7 +83,7 @@ class Constructor:
             found.update(parameters(self(key)))
             return {path: each.get_raw_value() for path, each in found.items()}
 
-        shapes = jax.eval_shape(values, jax.ShapeDtypeStruct((2,), jnp.uint32))
+        shapes = jax.eval_shape(values, KEY)
         return {path: self._spec(path, shapes[path], found[path]) for path in shapes}
 
     def _spec(self, path: Path, array: jax.ShapeDtypeStruct, param: nnx.Param) -> Spec:
@@ -147,22 +149,35 @@ class OwnModule(nnx.Module):
         """[B, T, D] → [B, T, D]. noise_BT: of dropout, which is no part of the module"""
 
         def run(x_BTD, positions_BT, segments_BT, *values) -> jax.Array:
-            return self._module(values)(x_BTD, positions_BT, segments_BT)
+            return self.module(values)(x_BTD, positions_BT, segments_BT)
 
-        specs = self.construct.specs
-        values = [each.get_raw_value() for each in parameters(self.own).values()]
-        dims = [None] * 3 + [_split_dim(specs[path]) for path in parameters(self.own)]
-        run = pinned(run, dims)
+        specs, of_model = self.construct.specs, parameters(self.own)
+        values = [of_model[path].get_raw_value() for path in specs]
+        run = pinned(run, [None, None, None, *map(_split_dim, specs.values())])
         y_BTD = run(gather_sequence(x_BTD), positions_BT, segments_BT, *values)
         return constrain(constrain(y_BTD, GATHERED), SPLIT)
 
-    def _module(self, values: Sequence) -> nnx.Module:
-        """The module of one's own, with these values of its parameters, in the order of `own`."""
-        module, specs = self.construct(jnp.zeros(2, jnp.uint32)), self.construct.specs
+    def cache_arrays(self, batch: int, slots: int, dtype: jnp.dtype) -> Any:
+        """The arrays of the module's own cache, with which devices of `model` have copies."""
+        of_module: Any = lambda key: self.construct(key)
+        shapes = jax.eval_shape(lambda key: of_module(key).cache_arrays(batch, slots, dtype), KEY)
+        axes = lambda a: ("batch", *(None,) * (a.ndim - 1))
+        return jax.tree.map(lambda a: CacheArray(a.shape, axes(a), a.dtype), shapes)
+
+    def cached(self, x_BTD, positions_BT, cache, start, count):
+        """Returns (the output [B, T, D], the cache with these tokens), as a block's `cached`."""
+        of_model = parameters(self.own)
+        module: Any = self.module([of_model[path].get_raw_value() for path in self.construct.specs])
+        y_BTD, cache = module.cached(gather_sequence(x_BTD), positions_BT, cache, start, count)
+        return constrain(y_BTD, SPLIT), cache
+
+    def module(self, values: Sequence) -> nnx.Module:
+        """The module of one's own, with these values of its parameters, in the order of specs."""
+        module = self.construct(jnp.zeros(2, jnp.uint32))
         of_module = parameters(module)
-        for path, value in zip(parameters(self.own), values, strict=True):
+        for (path, spec), value in zip(self.construct.specs.items(), values, strict=True):
             of_module[path].set_raw_value(value)
-            of_module[path].set_metadata("spec", specs[path])  # for `product`
+            of_module[path].set_metadata("spec", spec)  # for `product`
         return module
 
 
@@ -199,8 +214,26 @@ def constructor_of(cfg: ResolvedModel) -> Constructor:
     and SettingsError."""
     cls = load(cfg.block or cfg.mixer)
     if not (inspect.isclass(cls) and issubclass(cls, nnx.Module)):
-        raise OwnCodeError(f"names {cls!r}, which is no class of a flax.nnx.Module")
-    return Constructor(cls, cfg.width, tuple(_settings(cls, cfg.block_settings).items()))
+        raise OwnCodeError(f"names {cut(repr(cls))}, which is no class of flax.nnx.Module")
+    return _constructor(cls, cfg.width, cfg.block_settings)
+
+
+def without_cache(model: ResolvedModel) -> str:
+    """The setting, with its value, of the first layers of one's own that generation has no cache
+    of; "" if there are none. Raises OwnCodeError."""
+    kinds = dict.fromkeys(kinds_of_layers(model))
+    for of_layer in (of_kind(model, kind) for kind in kinds):
+        name = "block" if of_layer.block else "mixer"
+        if text := getattr(of_layer, name):
+            cls = constructor_of(of_layer).cls
+            if not (hasattr(cls, "cached") and hasattr(cls, "cache_arrays")):
+                return f"model.{name}={text!r}"
+    return ""
+
+
+@functools.lru_cache(2**6)
+def _constructor(cls: type, width: int, texts: tuple[str, ...]) -> Constructor:
+    return Constructor(cls, width, tuple(_settings(cls, texts).items()))
 
 
 def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
@@ -257,7 +290,7 @@ def _value(text: str, kind: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _errors_of(cls: type, fails: str) -> Iterator[None]:
+def errors_of(cls: type, fails: str) -> Iterator[None]:
     """Turns any error of the class's code into one line, with the last line of its file."""
     try:
         yield

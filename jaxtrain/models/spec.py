@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.devices.sharding import Axes
+from jaxtrain.devices.mesh import MODEL
+from jaxtrain.devices.sharding import RULES, Axes
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -59,6 +60,10 @@ class Spec:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def shards(self, model: int) -> tuple[int, ...]:
+        """The parts into which so many devices of `model` split each dimension."""
+        return tuple(model if MODEL in RULES[axis] else 1 for axis in self.axes)
 
     @property
     def matrix(self) -> bool:

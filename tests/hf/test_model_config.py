@@ -198,7 +198,11 @@ REFUSED = [
     ("seed_oss", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
     ("glm4_moe", {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25 rotates 3"),
     ("glm4_moe", {"partial_rotary_factor": None}, "partial_rotary_factor=None"),
-    ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True"),
+    (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 8},
+        "sliding_window=8 is not supported beside no_rope_layers",
+    ),
     ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
     ("gemma2", {"sliding_window": None}, "sliding_window=None gives no window"),

@@ -1006,6 +1006,22 @@ ALLOWED = [
 # without.
 UNUSED = [
     (
+        {"model.kinds": ("few.heads=2",), "model.pattern": ("full", "nope")},
+        "model.kinds=few.heads=2 has no use: no layer is of kind few",
+    ),
+    (
+        {"model.kinds": ("nope.rotary_base=100",), "model.pattern": ("full", "nope")},
+        "model.kinds=nope.rotary_base=100 has no use with model.positions='none'",
+    ),
+    (
+        {"model.window": 8, "model.pattern": ("full", "nope")},
+        "model.window=8 has no use with model.pattern=full,nope, no layer of which has one",
+    ),
+    (
+        {"model.positions": "learned", "model.pattern": ("full", "nope")},
+        "nope in model.pattern=full,nope has no use with model.positions='learned'",
+    ),
+    (
         {"mesh.stage": 1},
         "pipeline.schedule=interleaved and pipeline.repeats=2 have no use with mesh.stage=1",
     ),

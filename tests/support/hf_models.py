@@ -666,6 +666,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        **_SIZES,
+        "intermediate_size": 24,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "full_attention_interval": 3,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 3,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3_next with dense layers": {
+        "model_type": "qwen3_next",
+        **_SIZES,
+        "num_hidden_layers": 5,
+        "intermediate_size": 20,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 7,
+        "linear_conv_kernel_dim": 4,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [2, 4],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -679,6 +721,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "task_specific_params": {"text-generation": {"do_sample": True}},
     },
 }
+
+
+# The first model of each family, for the default suite; the others are for --full.
+FIRST = sorted({v["model_type"]: name for name, v in reversed(CONFIGS.items())}.values())
+OTHERS = [name for name in CONFIGS if name not in FIRST]
 
 
 def older(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,8 +126,8 @@ def several_steps_update_alike(config: FilledConfig) -> Iterator[Violation]:
             yield Violation(path, f"{reason}, unlike {setting}={value!r}", fixes)
 
 
-def saved_values_exist(pipeline: PipelineConfig, model: ResolvedModel) -> Iterator[Violation]:
-    path, names = "pipeline.save", saved_values(model)
+def saved_values_exist(pipeline: PipelineConfig, config: FilledConfig) -> Iterator[Violation]:
+    path, names = "pipeline.save", saved_values(config.model)
     entries = tuple(dict.fromkeys(pipeline.save))
     named = names_of(entries)
     if wrong := [name for name in entries if name.removesuffix(ON_HOST) not in names]:

@@ -23,6 +23,13 @@ from jaxtrain.config import (
     sources,
     value_text,
 )
+from jaxtrain.config.groups.layer_kinds import (
+    kinds_of_layers,
+    models_of_kinds,
+    of_kind,
+    parse_entry,
+)
+from jaxtrain.config.groups.setting import with_values
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import READS, record_of
@@ -265,6 +272,11 @@ USES = (
     ),
     Use(["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
     Use(
+        ["model.window"],
+        lambda c: c.model.window,
+        lambda c: f"with model.pattern={value_text(c.model.pattern)}, no layer of which has one",
+    ),
+    Use(
         ["data.loss_mask", "data.text_fields"],
         lambda c: sources.may_have_fields(c.data.source),
         lambda c: f"with data.source={c.data.source!r}",
@@ -372,7 +384,13 @@ OFF_TPUS = Use(
 
 def without_use(config: Config) -> set[str]:
     """The settings that have no use in a config with no mesh size of -1."""
-    return {path for use in USES if not use.used(config) for path in use.settings}
+    return {path for use in USES if not _is_used(use, config) for path in use.settings}
+
+
+def _is_used(use: Use, config: Config) -> bool:
+    """True if the settings have a use in layers of any kind."""
+    by_kind = (with_values(config, model=model) for model in models_of_kinds(config.model))
+    return any(map(use.used, by_kind))
 
 
 def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
@@ -389,7 +407,7 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
             for path in use.settings
             if path not in known and get(config, path) != fields()[path].default
         ]
-        if changed and not use.used(config):
+        if changed and not _is_used(use, config):
             known |= set(changed)
             named.setdefault(use.reason(config), []).extend(
                 f"{path}={shlex.quote(value_text(get(config, path)))}" for path in changed
@@ -402,14 +420,37 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
     return [
         *notes,
         *_more_layers_than_there_are(config.pipeline, config.model, config.mesh.stage),
-        *_names_without_use(config.pipeline, config.parallel),
+        *_names_without_use(config.pipeline, config.parallel, config.model),
+        *_kinds_without_use(config),
     ]
 
 
-def _names_without_use(pipeline: PipelineConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _kinds_without_use(config: MeshedConfig) -> Iterator[str]:
+    """Lines about kinds that no layer has, and their settings that have no use in it."""
+    model = config.model
+    kinds = kinds_of_layers(model)
+    for entry in model.kinds:
+        kind, setting, *_ = parse_entry(entry) or ("", "")
+        if kind not in kinds:
+            yield f"model.kinds={entry} has no use: no layer is of kind {kind}"
+            continue
+        of_kind_alone = with_values(config, model=of_kind(model, kind))
+        for use in USES:
+            if f"model.{setting}" in use.settings and not use.used(of_kind_alone):
+                yield f"model.kinds={entry} has no use {use.reason(of_kind_alone)}"
+                break
+    if "nope" in kinds and model.positions != "rotary":
+        pattern = value_text(model.pattern)
+        yield f"nope in model.pattern={pattern} has no use with model.positions={model.positions!r}"
+
+
+def _names_without_use(
+    pipeline: PipelineConfig, parallel: ParallelConfig, model: ModelConfig
+) -> Iterator[str]:
     """Lines about names in `pipeline.save`."""
     save = pipeline.save
-    if MLP_OUT in names_of(save):
+    is_read = any(kind.norm_place != "before" for kind in models_of_kinds(model))
+    if MLP_OUT in names_of(save) and not is_read:
         yield f"pipeline.save={MLP_OUT} saves nothing: no backward reads it"
     if names_on_host(save) and parallel.offload_to("activations") == "host":
         yield f"{ON_HOST} in pipeline.save has no use with parallel.offload={parallel.offload}"

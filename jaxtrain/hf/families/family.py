@@ -44,6 +44,7 @@ class Family:
     prefix:  before the names of all tensors but the output matrix; files of older versions lack it
     dropped: the ends of names of tensors that hold no parameters
     joins_experts: a tensor has all experts of a layer
+    unread:  the beginnings of names of tensors that the model has no use for
     """
 
     model_type: str
@@ -55,6 +56,7 @@ class Family:
     prefix: str = "model."
     dropped: tuple[str, ...] = (ROTARY_BUFFER,)
     joins_experts: bool = False
+    unread: tuple[str, ...] = ()
 
     def read(self, fields: Fields) -> Settings:
         """The settings of a config.json's model. Raises HfError for what the model cannot be."""
@@ -402,3 +404,5 @@ def _experts(place: LayerPlace, names: ExpertNames) -> Iterator[TensorRule]:
         if model.shared_experts:
             shared = f"{module}.{names.shared}.{name}"
             yield place.vector(f"{shared}.weight", f"mlp/shared_{part}", transpose=True)
+            if "mlp" in model.biases:
+                yield place.vector(f"{shared}.bias", f"mlp/shared_biases/{part}")

@@ -105,7 +105,7 @@ GEMMA3_TEXT = Family(
         Float("final_logit_softcapping", "logit_softcap", None, null=0.0),
         Fixed({"qk_norm": True}),
         Windows(window=4096, typed=True, every=6, every_field="sliding_window_pattern"),
-        RotaryByType(131072, full=1e6, local=1e4, local_field="rope_local_base_freq"),
+        RotaryByType(131072, base=1e6, local=1e4, local_field="rope_local_base_freq"),
     ),
     rules=decoder_rules,
 )

@@ -48,12 +48,11 @@ def _experts(place: LayerPlace, config: Mapping[str, Any]) -> Iterator[TensorRul
     yield place.vector("mlp.router.weight", "mlp/router/weight", transpose=True)
     yield place.vector("mlp.router.bias", "mlp/router/logit_bias")
     columns = np.arange(place.model.expert_width) * 2
-    for kind, end in {"": "", "_bias": "_bias"}.items():
+    for end, arrays in {"": "mlp", "_bias": "mlp/biases"}.items():
         for number, part in enumerate(("gate", "up")):
-            yield place.vector(
-                f"mlp.experts.gate_up_proj{end}", f"mlp/{part}{kind}", taken=columns + number
-            )
-        yield place.vector(f"mlp.experts.down_proj{end}", f"mlp/down{kind}")
+            tensor = f"mlp.experts.gate_up_proj{end}"
+            yield place.vector(tensor, f"{arrays}/{part}", taken=columns + number)
+        yield place.vector(f"mlp.experts.down_proj{end}", f"{arrays}/down")
 
 
 GPT_OSS = Family(

@@ -36,7 +36,7 @@ OLMO3 = Family(
     table=(
         *SIZES,
         Windows(window=4096, typed=True, every=4),
-        RotaryByType(LONGEST, full=5e5, local=5e5),
+        RotaryByType(LONGEST, base=5e5, local=5e5),
     ),
     rules=decoder_rules,
 )

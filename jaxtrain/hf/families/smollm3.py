@@ -3,17 +3,10 @@
 import dataclasses
 
 from jaxtrain.config import ResolvedModel
-from jaxtrain.hf.entries import (
-    Biases,
-    FullAttention,
-    Integer,
-    RotaryPositions,
-    Settings,
-    TableEntry,
-)
+from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, Settings, TableEntry
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.layer_types import models_of_layers, settings_of
+from jaxtrain.hf.layer_types import Windows, models_of_layers, settings_of
 
 LONGEST = 32768
 
@@ -25,6 +18,8 @@ class NopeLayers(TableEntry):
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         layers = settings["layers"]
+        if settings["window"]:
+            raise fields.refuse("sliding_window", "is not supported beside no_rope_layers")
         rotates = fields.value("no_rope_layers", None)
         if rotates is None:
             interval = fields.integer("no_rope_layer_interval", 4)
@@ -57,8 +52,8 @@ SMOLLM3 = Family(
         Biases("attention_bias", ("qkv", "out"), False),
         Biases("mlp_bias", ("mlp",), False),
         RotaryPositions(LONGEST, base=2e6),
+        Windows(switched=True, typed=True),
         NopeLayers(),
-        FullAttention(LONGEST),
     ),
     rules=decoder_rules,
 )

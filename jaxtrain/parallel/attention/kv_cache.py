@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT, MODEL
 from jaxtrain.devices.sharding import shards
 from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import Inputs, Kernel
+from jaxtrain.parallel.attention.flash import Inputs, Kernel, Scores
 from jaxtrain.parallel.attention.heads import on_each_device
 
 SLOT = "slot"  # the logical axis of a cache's slots
@@ -44,14 +44,16 @@ RING = "ring_slot"  # of slots in a ring
 class Extended(NamedTuple):
     """A layer's cache with T new tokens, and what these attend to.
 
-    cache: arrays [B, S, …]
-    seen:  arrays [B, slots, …], the cache, or a prompt's tokens behind those of a ring
-    mask:  bool [1, 1, T, slots], which slots a new token sees
+    cache:   arrays [B, S, …]
+    seen:    arrays [B, slots, …], the cache, or a prompt's tokens behind those of a ring
+    mask:    bool [1, 1, T, slots], which slots a new token sees
+    is_text: bool [slots] where `seen` is in the order of the text, false before its beginning
     """
 
     cache: tuple[jax.Array, ...]
     seen: tuple[jax.Array, ...]
     mask: jax.Array
+    is_text: jax.Array | None = None
 
 
 def slots_of(tokens: int, window: int) -> tuple[int, str]:
@@ -91,11 +93,12 @@ def extended(
         for old, new in pairs
     )
     position = start - slots + jnp.arange(slots + t)
-    mask = (position >= 0) & (position <= query) & (position > query - window)
+    is_text = position >= 0
+    mask = is_text & (position <= query) & (position > query - window)
     # the newest position of each slot, and the place of its token
     newest = start + count - 1 - (start + count - 1 - slot) % slots
     written = tuple(jnp.take(all_tokens, newest - start + slots, 1) for all_tokens in seen_tokens)
-    return Extended(written, seen_tokens, mask[None, None])
+    return Extended(written, seen_tokens, mask[None, None], is_text)
 
 
 def is_one(count: int | jax.Array) -> bool:
@@ -172,13 +175,29 @@ def _on_own_slots(fn: Callable, split: P, arrays: tuple, *same: jax.Array) -> ja
     )(*arrays, *same)
 
 
-def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, start) -> jax.Array:
+def attend_in_order(
+    kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, scores: Scores, is_text_S, window: int
+) -> jax.Array:
+    """Attention of T queries to the keys of their windows, in the order of the text, whose last T
+    are the queries' own → [B, T, N, V]."""
+
+    def attend(q, k, v, is_text_S):
+        # keys before the text are of another document
+        of_keys = jnp.broadcast_to(jnp.where(is_text_S, 0, -1), k.shape[:2])
+        segments = jnp.zeros(q.shape[:2], jnp.int32), of_keys
+        inputs = Inputs(q, k, v, Sight((0,), window=window), segments, scores=scores)
+        return kernel.forward(inputs, v.dtype)[0]
+
+    return on_each_device(attend, (q_BTNH, k_BSKH, v_BSKV), (is_text_S,))
+
+
+def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, scores: Scores, start) -> jax.Array:
     """Attention of T queries to the slots of a cache → [B, T, N, V]: query t sees slots up to
     start + t. kernel: one that takes `Sight.start` (splash)."""
     start = jnp.asarray(start, jnp.int32)
     if shards(SLOT) == 1:
         attend = lambda q, k, v, start: kernel.forward(
-            Inputs(q, k, v, Sight((0,), start=start)), v.dtype
+            Inputs(q, k, v, Sight((0,), start=start), scores=scores), v.dtype
         )[0]
         return on_each_device(attend, (q_BTNH, k_BSKH, v_BSKV), (start,))
 
@@ -186,7 +205,7 @@ def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, start) -> jax.Array
         # A device whose slots no query sees yet has a negative start, and a weight of 0.
         sight = Sight((0,), start=start - lax.axis_index(CONTEXT) * k.shape[1])
         # float32: the outputs of all devices are weighed and summed before they are rounded
-        out_BTNV, lse_BTN = kernel.forward(Inputs(q, k, v, sight), jnp.float32)
+        out_BTNV, lse_BTN = kernel.forward(Inputs(q, k, v, sight, scores=scores), jnp.float32)
         weight_BTN = jnp.exp(lse_BTN - lax.pmax(lse_BTN, CONTEXT))
         out_BTNV = lax.psum(out_BTNV * weight_BTN[..., None], CONTEXT)
         return (out_BTNV / lax.psum(weight_BTN, CONTEXT)[..., None]).astype(v.dtype)

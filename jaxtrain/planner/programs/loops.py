@@ -1,17 +1,16 @@
 """Loops of a compiled step: the number of times that each instruction runs on a stage.
 
-XLA's text has the trip counts of most loops. The table has the others, which differ between stages:
-an op's loop runs as often in a step as the stage's column has ones, and a loop over layers as often
-as the stage's unit has layers, or half as often where they go by twos. A loop that waits for a flag
-handles rare cases, and counts as never run. A loop over groups of documents counts one call of its
-kernel.
+XLA's text has the trip counts of most loops. Others differ between stages: an op's loop runs as
+often in a step as the stage's column of the table has ones, and a loop over layers as often as its
+scope says. A loop that waits for a flag handles rare cases, and counts as never run. A loop over
+groups of documents counts one call of its kernel.
 """
 
 import collections
 import dataclasses
 import fractions
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain.planner.programs.program import Instruction, Program
@@ -27,6 +26,8 @@ BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")
 # Scope of parallel/experts/filled_rows.py (capacity, mean rows, rows of a block).
 EXCESS = re.compile(r"/row_excess_(\d+)_(\d+)_(\d+)/")
 CALLS = "/document_calls/"
+# Scope of runtime/layers/layer_loops.py (trips on each stage, in so many repeats).
+LAYERS = re.compile(r"/trips_([\d_]+)_of_(\d+)/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,6 @@ class StepLoops:
     op_runs:       op of the table → the number of times that the stage runs it in a step; empty
                    with one stage, which has no table
     busy_ticks:    ticks in which the stage runs an op
-    layers:        the number of layers of each of the stage's local units
     expert_tokens: tokens of a microbatch that reach a device's experts; None: their capacity
     """
 
@@ -53,7 +53,6 @@ class StepLoops:
     stage: int
     op_runs: Mapping[str, int]
     busy_ticks: int
-    layers: Sequence[int]
     expert_tokens: int | None = None
 
     def executed(
@@ -88,15 +87,9 @@ class StepLoops:
             return 1
         if self.program.holds_ops(loop):
             return fractions.Fraction(self.busy_ticks) / times
-        if pair := re.search(r"/[FK]B(\d+)_(\d+)/(rest_of_[fb])?", loop.op_name):
-            f, b = (self.layers[int(unit)] for unit in pair.groups()[:2])
-            rest = {"rest_of_f": max(0, f - b), "rest_of_b": max(0, b - f)}
-            return rest.get(pair[3], min(f, b))
-        if twos := re.search(r"/R(\d+)/(pairs|rest)_of_r", loop.op_name):
-            layers = self.layers[int(twos[1])]
-            return layers // 2 if twos[2] == "pairs" else layers % 2
-        if units := re.findall(r"/[FKRBW](\d+)/", loop.op_name):
-            return self.layers[int(units[-1])]
+        if layers := LAYERS.findall(loop.op_name):
+            counts, repeats = layers[-1]
+            return fractions.Fraction(int(counts.split("_")[self.stage]), int(repeats))
         if op := self.op_of_loop(loop):
             return fractions.Fraction(self._runs(op, loop)) / times
         raise ValueError(f"a loop without a known number of trips: {loop.text[:200]}")
