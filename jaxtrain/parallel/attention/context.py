@@ -272,8 +272,8 @@ def _send(x: jax.Array, pairs: tuple[tuple[int, int], ...]) -> jax.Array:
         return lax.ppermute(x, CONTEXT, pairs)
     c, i = size(), lax.axis_index(CONTEXT)
     receivers, senders = np.full((2, c), c)  # c: none
-    for sender, receiver in pairs:
-        receivers[sender], senders[receiver] = receiver, sender
+    for source, target in pairs:
+        receivers[source], senders[target] = target, source
     receiver, sender = jnp.asarray(receivers)[i], jnp.asarray(senders)[i]
     if on_cpu():
         sent = jnp.zeros((c, *x.shape), x.dtype).at[receiver].set(x, mode="drop")
