@@ -252,16 +252,12 @@ def step_loops(
     expert_tokens: tokens of a microbatch that reach a device's experts; None: their capacity
     """
     table = columns(setup.train) if setup.train else None
-    runs, placement = table.runs if table else {}, setup.placement
+    runs = table.runs if table else {}
     return StepLoops(
         program,
         stage,
         op_runs={op: int(column[:, stage].sum()) for op, column in runs.items()},
         busy_ticks=int(table.busy[:, stage].sum()) if table else 0,
-        layers=[
-            [setup.kinds[layer] for layer in placement.layers_of(unit, stage)]
-            for unit in range(placement.units_per_stage)
-        ],
         expert_tokens=expert_tokens,
     )
 

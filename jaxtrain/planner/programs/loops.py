@@ -2,20 +2,18 @@
 
 XLA's text has the trip counts of most loops. The table has the others, which differ between stages:
 an op's loop runs as often in a step as the stage's column has ones, and a loop over layers as often
-as the stage's unit has layers, of a kind where there are several, or half as often where they go by
-twos. A loop that waits for a flag handles rare cases, and counts as never run. A loop over groups
-of documents counts one call of its kernel.
+as its scope says of the stage. A loop that waits for a flag handles rare cases, and counts as never
+run. A loop over groups of documents counts one call of its kernel.
 """
 
 import collections
 import dataclasses
 import fractions
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain.planner.programs.program import Instruction, Program
-from jaxtrain.runtime.layers.layer_loops import LAYERS_OF
 from jaxtrain.schedule.columns import LAST_WEIGHTS
 
 SCOPE = re.compile(
@@ -28,9 +26,8 @@ BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")
 # Scope of parallel/experts/filled_rows.py (capacity, mean rows, rows of a block).
 EXCESS = re.compile(r"/row_excess_(\d+)_(\d+)_(\d+)/")
 CALLS = "/document_calls/"
-UNIT = re.compile(r"/[FKRBW](\d+)/")
-# Scope of runtime/layers/layer_loops.py.
-OF_KIND = re.compile(rf"{UNIT.pattern}(?:.*/)?{LAYERS_OF}([^/]+)/")
+# Scope of runtime/layers/layer_loops.py (trips of each stage, runs of the loop).
+TRIPS = re.compile(r"/trips_([\d_]+)_in_(\d+)/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,6 @@ class StepLoops:
     op_runs:       op of the table → the number of times that the stage runs it in a step; empty
                    with one stage, which has no table
     busy_ticks:    ticks in which the stage runs an op
-    layers:        the kinds of the layers of each of the stage's local units
     expert_tokens: tokens of a microbatch that reach a device's experts; None: their capacity
     """
 
@@ -57,7 +53,6 @@ class StepLoops:
     stage: int
     op_runs: Mapping[str, int]
     busy_ticks: int
-    layers: Sequence[Sequence[str]]
     expert_tokens: int | None = None
 
     def executed(
@@ -71,12 +66,10 @@ class StepLoops:
         for i in self.program.inline(computation or self.program.entry):
             yield Executed(i, float(times), loops)
             if i.opcode == "while":
-                trips = self.trips(i, times, *loops[-1:])
-                yield from self.executed(i.calls["body"], times * trips, (*loops, i))
+                yield from self.executed(i.calls["body"], times * self.trips(i, times), (*loops, i))
 
-    def trips(self, loop: Instruction, times: Any, outer: Instruction | None = None) -> Any:
+    def trips(self, loop: Instruction, times: Any) -> Any:
         """The mean trip count of a loop that is entered `times` a step, an integer or a fraction.
-        outer: the loop around it
 
         Raises ValueError if neither XLA's text nor the table has it.
         """
@@ -94,20 +87,8 @@ class StepLoops:
             return 1
         if self.program.holds_ops(loop):
             return fractions.Fraction(self.busy_ticks) / times
-        if kind := OF_KIND.search(loop.op_name):
-            unit, name = kind.groups()
-            # runs of each kind are repeated by a loop inside of the op
-            repeated = outer and UNIT.search(outer.op_name) and self.program.trip_count(outer)
-            return fractions.Fraction(self.layers[int(unit)].count(name), repeated or 1)
-        if pair := re.search(r"/[FK]B(\d+)_(\d+)/(rest_of_[fb])?", loop.op_name):
-            f, b = (len(self.layers[int(unit)]) for unit in pair.groups()[:2])
-            rest = {"rest_of_f": max(0, f - b), "rest_of_b": max(0, b - f)}
-            return rest.get(pair[3], min(f, b))
-        if twos := re.search(r"/R(\d+)/(pairs|rest)_of_r", loop.op_name):
-            layers = len(self.layers[int(twos[1])])
-            return layers // 2 if twos[2] == "pairs" else layers % 2
-        if units := UNIT.findall(loop.op_name):
-            return len(self.layers[int(units[-1])])
+        if trips := TRIPS.search(loop.op_name):
+            return fractions.Fraction(int(trips[1].split("_")[self.stage]), int(trips[2]))
         if op := self.op_of_loop(loop):
             return fractions.Fraction(self._runs(op, loop)) / times
         raise ValueError(f"a loop without a known number of trips: {loop.text[:200]}")

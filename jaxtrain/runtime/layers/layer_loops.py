@@ -35,7 +35,6 @@ LayerNumber = Any  # an int, or a traced int32
 LayerBody = Callable  # (a layer's range, its LayerIndex, its parameters, carry) → carry
 # A plan whose runs have more bodies than this takes kinds from a table, with one body for each.
 MOST_BODIES = 8
-LAYERS_OF = "layers_of_"  # with a kind: the name scope of a run of its layers
 
 
 class LayerIndex(NamedTuple):
@@ -200,6 +199,13 @@ class Run:
     count: np.ndarray
     step: tuple[int, ...]
 
+    def trips_scope(self) -> contextlib.AbstractContextManager:
+        """A name scope with the trips of each stage in all repeats, and the number of these:
+        trips_3_4_in_2. A compiled program has the number nowhere else
+        (planner/programs/loops.py)."""
+        trips = "_".join(map(str, self.count.sum(1)))
+        return jax.named_scope(f"trips_{trips}_in_{self.count.shape[1]}")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
@@ -216,23 +222,22 @@ class Loop:
         def runs(repeat: LayerNumber, carry):
             for each in self.runs:
                 first = [_entry(table, stage, repeat) for table in each.first]
+                count = _entry(each.count, stage, repeat)
+                # Values that are the same in all trips: XLA would compute what depends on them
+                # alone, such as a gather, before the loop, also for a stage that has no trip.
+                lifted = not isinstance(count, int) and each.count.max() == 1
 
-                def trip(number: LayerNumber, carry, run=each, first=first):
+                def trip(number: LayerNumber, carry, run=each, first=first, lifted=lifted):
+                    if lifted:
+                        number, *first = lax.optimization_barrier([number, *map(jnp.int32, first)])
                     values = [_after(a, number, s) for a, s in zip(first, run.step, strict=True)]
                     return step(run, values, carry)
 
-                with _scope_of(each.label):
-                    carry = run_trips(0, _entry(each.count, stage, repeat), trip, carry)
+                with contextlib.nullcontext() if isinstance(count, int) else each.trips_scope():
+                    carry = run_trips(0, count, trip, carry)
             return carry
 
         return run_trips(0, self.repeats, runs, carry)
-
-
-def _scope_of(label: Any) -> contextlib.AbstractContextManager:
-    """A name scope with the kind of the layers, by which a compiled program's loops are told apart
-    (planner/programs/loops.py)."""
-    kind = label.kind if isinstance(label, LayerRange) else ""
-    return jax.named_scope(f"{LAYERS_OF}{kind}") if kind else contextlib.nullcontext()
 
 
 def _after(value: LayerNumber, trips: LayerNumber, step: int) -> LayerNumber:

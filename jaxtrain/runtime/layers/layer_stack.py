@@ -39,9 +39,6 @@ from jaxtrain.runtime.tick_state import Pools, merged
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import TickSlots
 
-# The scopes of layers of R that go by twos, and of the last of an odd number. The planner counts
-# trips by them (planner/programs/loops.py).
-PAIRS_OF_R, REST_OF_R = "pairs_of_r", "rest_of_r"
 WITHOUT_ZERO = UnitCollectives()
 
 
@@ -323,12 +320,10 @@ class LayerStack:
         if self._collectives.zero.gathers_in_ops or not in_pairs:
             written = self._run(op, body, params, written, trips=self._recomputed)
             return merged(pools, written)
-        with jax.named_scope(PAIRS_OF_R):
-            for loop in plan_loops([pairs_of(t[::2], t[1::2]) for t in self._recomputed]):
-                written = loop.run(self.stage, pair, written)
-        with jax.named_scope(REST_OF_R):
-            odd = [of_stage[len(of_stage) // 2 * 2 :] for of_stage in self._recomputed]
-            written = self._run(op, body, params, written, trips=odd)
+        for loop in plan_loops([pairs_of(t[::2], t[1::2]) for t in self._recomputed]):
+            written = loop.run(self.stage, pair, written)
+        odd = [of_stage[len(of_stage) // 2 * 2 :] for of_stage in self._recomputed]
+        written = self._run(op, body, params, written, trips=odd)
         return merged(pools, written)
 
     def input_gradient(

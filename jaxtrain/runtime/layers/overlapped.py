@@ -40,10 +40,6 @@ from jaxtrain.runtime.layers.layer_stack import (
 from jaxtrain.runtime.tick_state import Pools, merged
 from jaxtrain.schedule.slots import TickSlots
 
-# The scopes of layers of F, and of B, that the op runs without one of the other. The planner counts
-# trips by them (planner/programs/loops.py).
-REST_OF_F, REST_OF_B = "rest_of_f", "rest_of_b"
-
 _PairCarry = tuple[jax.Array, jax.Array, Pools]
 
 
@@ -169,11 +165,9 @@ def forward_and_input_gradient(
     loops, stage = plan_pairs(forward.stack.trips, backward.stack.trips), forward.stack.stage
     for loop in loops.both:
         carry = loop.run(stage, both, carry)
-    with jax.named_scope(REST_OF_F):
-        for loop in loops.rest_of_f:
-            carry = loop.run(stage, f_alone, carry)
-    with jax.named_scope(REST_OF_B):
-        for loop in loops.rest_of_b:
-            carry = loop.run(stage, b_alone, carry)
+    for loop in loops.rest_of_f:
+        carry = loop.run(stage, f_alone, carry)
+    for loop in loops.rest_of_b:
+        carry = loop.run(stage, b_alone, carry)
     y, g, written = carry
     return y, g, merged(pools, written)

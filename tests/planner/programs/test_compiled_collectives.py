@@ -109,7 +109,7 @@ WITHOUT_UPDATE = OFFLOADED.replace(
 @pytest.mark.parametrize("text", [OFFLOADED, WITHOUT_UPDATE])
 def test_collectives_on_the_sparse_cores(text):
     """One is under way from where its operand is there, and not from where it is made ready."""
-    loops = StepLoops(Program(text), 0, {}, 0, ())
+    loops = StepLoops(Program(text), 0, {}, 0)
     mesh = dict.fromkeys(MESH, 1) | {"data": 2}
     ((found, run, overlapped),) = step_collectives(loops, mesh, lambda i: float(i.opcode == "dot"))
     assert (found.kind, found.axes, found.dtype) == ("reduce-scatter", ("data",), "f32")
