@@ -123,7 +123,6 @@ def check_torch_has(config: Config) -> None:
         "model.capacity_factor": 0.0,
         "model.qk_norm": False,
         "model.rope_scaling": "none",
-        "model.nope_layers": (),
         "model.rotary_dim": m.head_dim,
         "model.biases": tuple(part for part in m.biases if part != "router"),
         "parallel.offload": "none",

@@ -50,13 +50,12 @@ transformers 5 are read, and those of older versions: `rope_parameters` and `dty
 
 ## Refused
 
-- Every other `model_type` (Llama 4, Gemma, Qwen3-Next, Mamba, …), and `architectures` that predict
-  anything but the next token.
-- Other attention: a `sliding_window` shorter than `max_position_embeddings`, `layer_types` other
-  than full attention, the rotary scalings `dynamic` and `longrope`, rotary parameters by layer
-  type, and `index_topk` of DeepSeek's sparse attention.
+- Every other `model_type` (Llama 4, Gemma 3 with images, Mamba, …), and `architectures` that
+  predict anything but the next token.
+- Other attention: a window in a family without windows, chunks, the rotary scalings `dynamic` and
+  `longrope`, and `index_topk` of DeepSeek's sparse attention.
 - Quantized weights, except float8 with scales of blocks (`quantization_config` of DeepSeek-V3 and
-  Kimi-K2). These are dequantized, and a run trains them without quantization.
+  Kimi-K2) and `mxfp4` (gpt-oss). These are dequantized, and a run trains them without quantization.
 - Remote code (`auto_map`), except that of families whose published folders have some: jaxtrain's
   own model replaces it.
 - Sizes that jaxtrain's model cannot have, such as an odd number of rotated dimensions, and fields

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         replace,
     )
     from jaxtrain.config.recipes import find_recipe, load_recipe
+    from jaxtrain.models.own_module import product
     from jaxtrain.run.exit_status import ExitStatus, RunError
 
 # modules that have the public names, the fastest to import first
@@ -41,6 +42,7 @@ HOMES = (
     "jaxtrain.config",
     "jaxtrain.config.recipes",
     "jaxtrain.run.exit_status",
+    "jaxtrain.models.own_module",
     "jaxtrain.api",
 )
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "load_recipe",
     "make_step",
     "plan",
+    "product",
     "replace",
     "train",
 ]

@@ -46,6 +46,7 @@ from jaxtrain.config import (
     StoredConfig,
     UsageError,
     flag_text,
+    own_code,
     shown,
 )
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
@@ -186,6 +187,7 @@ def check(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     """The flags, checked against the checkpoint as far as that is possible without jax. Raises
     UsageError or CheckpointError."""
     check_flags(flags)
+    own_code.distrust(flags.workdir)
     checkpoint = find_checkpoint(flags.workdir, flags.step)
     if flags.refused:  # the command ends here, so importing jax delays nothing
         from jaxtrain.checkpoint.restoring import wrong_arrays
@@ -354,6 +356,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
         folder, step = find_checkpoint(flags.workdir, flags.step, wrong, streams.remark, damaged)
         config, tokenizer, ids = prompted(folder, step, flags)
         check_model(config.model, len(ids), flags)
+        check_own_layers(config.model)
         check_devices(len(jax.devices()), config.model, flags)
         sizes = sizes_of(MeshConfig(data=1, context=flags.context, model=flags.model))
         mesh = make_mesh(sizes, jax.devices()[: device_count(flags)])
@@ -437,6 +440,18 @@ def check_model(model: ResolvedModel, prompt: int, flags: types.SimpleNamespace)
         raise UsageError(
             f"--model={flags.model} {undivided[0]}", {"model": works[0]}, sorted(works[1:5])
         )
+
+
+def check_own_layers(model: ResolvedModel) -> None:
+    """Raises UsageError for layers of one's own that cannot be imported, or that have no cache."""
+    from jaxtrain.models.own_module import without_cache
+
+    try:
+        without = without_cache(model)
+    except own_code.OwnCodeError as error:
+        raise UsageError(f"the checkpoint's model.block or model.mixer {error}") from None
+    if without:
+        raise UsageError(f"{without} cannot continue a text: it has no `cached` and `cache_arrays`")
 
 
 def check_devices(count: int, model: ResolvedModel, flags: types.SimpleNamespace) -> None:

@@ -27,9 +27,17 @@ GROUPED = {
     "train_command.py": "test_train.py",
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
+    "config/rules/field_rules.py": "config/test_groups.py",
     **{
         f"config/rules/{name}.py": "config/test_checks.py"
-        for name in ("all_rules", "model_rules", "pipeline_rules", "rules", "run_rules")
+        for name in (
+            "all_rules",
+            "kind_rules",
+            "model_rules",
+            "pipeline_rules",
+            "rules",
+            "run_rules",
+        )
     },
     "config/saved_values.py": "training/test_saved_values.py",
     "devices/state_stream.py": "training/test_streamed_update.py",
@@ -52,12 +60,12 @@ GROUPED = {
     "devices/cluster_environment.py": "devices/test_cluster.py",
     "devices/startup.py": "test_cli.py",
     "hf/entries.py": "hf/test_model_config.py",
+    "hf/layer_types.py": "hf/test_model_config.py",
     "hf/fields.py": "hf/test_model_config.py",
     "hf/source_files.py": "test_convert.py",
     "hf/rope_parameters.py": "hf/test_model_config.py",
     "hf/tensor_rules.py": "hf/test_families.py",
     "loop.py": "test_train.py",
-    "parallel/attention/causal.py": "models/test_grouped_query.py",
     "parallel/attention/flash.py": "parallel/test_blockwise.py",
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/attention/ring.py": "parallel/test_context.py",

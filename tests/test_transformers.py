@@ -151,7 +151,7 @@ def test_prediction_modules(tmp_path, name):
         params = small.from_plain(step.layout, model.plain)
         placed = small.place_batch(step, model.config, rows)
         losses = jax.device_get(step.gradients(params, placed)).losses
-    np.testing.assert_allclose(losses.mtp_loss, np.load(out / "mtp_loss.npy"), rtol=1e-5)
+    np.testing.assert_allclose(losses.further["mtp_loss"], np.load(out / "mtp_loss.npy"), rtol=1e-5)
 
 
 def test_what_is_recorded():

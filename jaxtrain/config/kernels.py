@@ -10,12 +10,17 @@ and writes the start-up text. With `auto`, attention uses the first kernel that 
                                       multiples of 128 tokens
     cudnn       NVIDIA GPUs, 16 bits  heads of up to 128 (256 from          cuDNN's flash attention
                                       compute capability 9.0) in steps
-                                      of 8; whole sequences; documents
-                                      from 9.0 on
+                                      of 8; whole sequences, or a window
+                                      of them; documents and a window of
+                                      a split sequence from 9.0 on; no
+                                      soft cap
     cudnn_mask  NVIDIA GPUs, 16 bits  the same for parts of sequences,      the same, given a mask
-                                      and documents before 9.0
+                                      and documents before 9.0; no sinks
     xla         any                   everything                            products and a softmax
                                                                             in XLA
+
+All take windows and scales of the scores. Sinks need a kernel's log-sum-exp
+(parallel/attention/flash.py), which jax's function for a mask does not differentiate.
 
 Products of experts without a capacity depend on the devices alone. Tokens × matrices, and the
 gradients of both, use the same kernel:
@@ -40,10 +45,11 @@ from jaxtrain.config import (
     PrecisionConfig,
     ResolvedModel,
 )
-from jaxtrain.config.splash_backward import STEP, SplashBackward, splash_backward
+from jaxtrain.config.splash_backward import STEP, SplashBackward, filled_up, splash_backward
 
 TPU, GPU, CPU = "tpu", "gpu", "cpu"
 SPLASH, CUDNN, CUDNN_MASK, XLA = "splash", "cudnn", "cudnn_mask", "xla"
+NEIGHBOURS = "neighbours"
 LARGEST_MASK = 1 << 28  # elements of a mask that cuDNN is given
 CUDNN_TWO_SIZES = 91000  # cuDNN 9.10: the first with queries and values of two sizes
 HOPPER = (9, 0)
@@ -83,9 +89,11 @@ class AttentionCase:
     key_size:   of a head's queries and keys; value_size: of its values
     queries:    number of queries, in the shortest piece of a split sequence; keys: number of keys
     documents:  whether tokens attend inside their document only
-    context:    "" for unsplit sequences, else how split ones attend: "all_gather" or "ring"
-                (parallel/attention/context.py), or "cache" in generation
+    context:    "" for unsplit sequences, else how split ones attend: "all_gather", "ring" or
+                "neighbours" (parallel/attention/context.py), or "cache" in generation
     dropout:    whether weights are dropped
+    window:     number of keys that a query sees at most; 0: all
+    softcap, sinks: whether the scores have a bound, and each head one more score
     """
 
     device: TargetDevice
@@ -97,6 +105,20 @@ class AttentionCase:
     documents: bool
     context: str = ""
     dropout: bool = False
+    window: int = 0
+    softcap: bool = False
+    sinks: bool = False
+
+    @property
+    def kernel_keys(self) -> int:
+        """The keys that the kernel is given with a chunk of queries, or with all."""
+        return self.queries + self.window - 1 if self.context == NEIGHBOURS else self.keys
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether tokens are of several segments: documents, or the missing neighbours of a
+        sequence's first chunk."""
+        return self.documents or self.context == NEIGHBOURS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +207,7 @@ def _cudnn_two_sizes(case: AttentionCase) -> Refusal | None:
 
 
 def _cudnn_whole(case: AttentionCase) -> Refusal | None:
-    if case.context:
+    if case.context not in ("", NEIGHBOURS):
         return Refusal(
             f"is for unsplit sequences, not parallel.context={case.context!r}",
             ({"parallel.context": "ulysses"},),
@@ -194,9 +216,14 @@ def _cudnn_whole(case: AttentionCase) -> Refusal | None:
 
 
 def _cudnn_documents(case: AttentionCase) -> Refusal | None:
-    if case.documents and case.device.capability < HOPPER:
-        return Refusal("takes documents without a mask from compute capability 9.0 on")
+    if case.has_segments and case.device.capability < HOPPER:
+        tokens = "documents" if case.documents else "windows of split sequences"
+        return Refusal(f"takes {tokens} without a mask from compute capability 9.0 on")
     return None
+
+
+def _cudnn_softcap(case: AttentionCase) -> Refusal | None:
+    return Refusal("has no model.attention_softcap") if case.softcap else None
 
 
 def _cudnn_mask(case: AttentionCase) -> Refusal | None:
@@ -204,9 +231,11 @@ def _cudnn_mask(case: AttentionCase) -> Refusal | None:
         return Refusal("is for training")
     if case.context == "ring":
         return Refusal("is not for parallel.context='ring'", ({"parallel.context": "ulysses"},))
-    if case.queries * case.keys > LARGEST_MASK:
+    if case.sinks:
+        return Refusal("has no model.sinks")
+    if case.queries * case.kernel_keys > LARGEST_MASK:
         return Refusal(
-            f"would need a mask of {case.queries:,} × {case.keys:,}",
+            f"would need a mask of {case.queries:,} × {case.kernel_keys:,}",
             ({"parallel.context": "ulysses"},) if case.context else (),
         )
     return None
@@ -218,6 +247,7 @@ CUDNN_RULES: tuple[KernelRule, ...] = (
     _in_16_bits,
     _cudnn_heads,
     _cudnn_two_sizes,
+    _cudnn_softcap,
 )
 TABLE: dict[str, tuple[str, tuple[KernelRule, ...]]] = {
     SPLASH: ("splash, jax's kernel for TPUs", (_for(TPU, "TPUs"), _without_dropout, _in_steps)),
@@ -258,6 +288,20 @@ def attention_kernel(case: AttentionCase, wanted: str = "auto") -> KernelChoice:
     return KernelChoice(CUDNN, TABLE[CUDNN][0], refusals)
 
 
+def reach(way: str, parts: int, tokens: int, window: int) -> str:
+    """How a device's tokens reach those of others: `AttentionCase.context`.
+
+    way: parallel.context; parts: mesh.context; tokens: of a sequence; window: 0: all tokens
+    """
+    if parts == 1 or way == "ulysses":
+        return ""
+    if not 0 < window < tokens:
+        return way
+    # The window before each of a device's two chunks, or the other devices' tokens if these are no
+    # more.
+    return NEIGHBOURS if window - 1 < (parts - 1) * (tokens // (2 * parts)) else "all_gather"
+
+
 def attention_case(
     device: TargetDevice,
     model: ResolvedModel,
@@ -266,9 +310,9 @@ def attention_case(
     parallel: ParallelConfig,
     precision: PrecisionConfig,
 ) -> AttentionCase:
-    """The attention of a step on one device."""
+    """The attention of a step on one device, in layers of one kind."""
     tokens, latent, parts = data.sequence_length, model.attention == "mla", max(mesh.context, 1)
-    context = parallel.context if parts > 1 and parallel.context != "ulysses" else ""
+    context = reach(parallel.context, parts, tokens, model.window)
     return AttentionCase(
         device,
         bits=32 if precision.compute == "float32" else 16,
@@ -279,13 +323,19 @@ def attention_case(
         documents=not data.attend_across_documents,
         context=context,
         dropout=model.dropout_attention > 0,
+        window=model.window if model.window < tokens else 0,
+        softcap=model.attention_softcap > 0,
+        sinks=model.sinks,
     )
 
 
 def backward_of_splash(case: AttentionCase, wanted: str = "auto") -> SplashBackward:
     """The backward of a case that splash takes. wanted: model.attention_backward"""
     parts = case.keys // (2 * case.queries) if case.context == "ring" else 1
-    return splash_backward(wanted, case.keys // parts, case.key_size, case.value_size)
+    keys = case.kernel_keys if case.context == NEIGHBOURS else case.keys // parts
+    if case.window:
+        keys = filled_up(case.queries, keys, case.window)
+    return splash_backward(wanted, keys, case.key_size, case.value_size)
 
 
 def product_kernel(hardware: TargetDevice) -> KernelChoice:

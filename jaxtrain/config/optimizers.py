@@ -1,4 +1,16 @@
-"""The optimizers that `optimizer.name` may name: a record of each has all in which it differs.
+"""The optimizers that `optimizer.name` may name: a record of each has all in which it differs. A
+file of one's own has a record in the same form, which `optimizer.name=FILE.py:SGD` names:
+
+    import functools
+    from jaxtrain.config.optimizers import OptimizerRecord, copies
+
+    SGD = OptimizerRecord(
+        "sgd", "gradient descent with momentum",
+        make=lambda jax, optax, settings: optax.trace(settings.b1),
+        reads={"b1": "decay of the sum of gradients"},
+        state=functools.partial(copies, 1),  # one array of the parameter's shape
+        passes=3,
+    )
 
 Clipping by the global norm, decay of weights and the learning rate are the same for all
 (training/update/optimizer.py). This module works without jax, so jax and optax are arguments of
@@ -11,6 +23,8 @@ import math
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
+
+from jaxtrain.config import own_code
 
 # A parameter's dimensions, by their numbers.
 KeptDims = tuple[int, ...]
@@ -51,7 +65,7 @@ class OptimizerRecord:
         return sum(math.prod(shape[d] for d in dims) for dims in self.state(shape, settings))
 
 
-def _copies(number: int, shape: tuple[int, ...], _: Any) -> tuple[KeptDims, ...]:
+def copies(number: int, shape: tuple[int, ...], _: Any) -> tuple[KeptDims, ...]:
     """The state of so many arrays of the parameter's shape."""
     return (tuple(range(len(shape))),) * number
 
@@ -109,7 +123,7 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
                 "b2": "decay of the second moment",
                 "epsilon": "added to the root of the second moment",
             },
-            state=functools.partial(_copies, 2),
+            state=functools.partial(copies, 2),
             passes=3,
             momentum=("mu", lambda s: 1 - s.b1),
         ),
@@ -122,7 +136,7 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
                 "b1": "weight of the momentum in an update, whose signs are taken",
                 "b2": "decay of the momentum",
             },
-            state=functools.partial(_copies, 1),
+            state=functools.partial(copies, 1),
             passes=3,
             momentum=("mu", lambda s: 1 - s.b2),
         ),
@@ -144,6 +158,21 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
         ),
     )
 }
+
+
+def record_of(name: str) -> OptimizerRecord:
+    """The record of `optimizer.name`. Raises OwnCodeError for one's own that is none."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    record = own_code.load(name)
+    if not isinstance(record, OptimizerRecord):
+        raise own_code.OwnCodeError(
+            "is no OptimizerRecord (jaxtrain.config.optimizers), but of type "
+            f"{type(record).__name__}"
+        )
+    return record
+
+
 READS = tuple(dict.fromkeys(name for o in OPTIMIZERS.values() for name in o.reads))
 
 

@@ -4,9 +4,9 @@ the code that is imported may need it.
     FILE.py:NAME         a Python file, by `find_file`
     package.module:NAME  an importable module
 
-A config keeps the text as it was written, and not the path or a copy of the file. A run and its
-code can so move to another machine together, and nothing in a run's folder is ever executed: the
-folder of a stranger cannot bring a program along. `digest` tells whether a file has changed.
+A config keeps the text as it was written, and not the path or a copy of the file: so a run and its
+code can move to another machine together. A run's folder may be a stranger's, and commands that
+read one run no file in it (`distrust`). `digest` tells whether a file has changed.
 """
 
 import hashlib
@@ -19,9 +19,12 @@ import traceback
 import types
 from typing import Any
 
-from jaxtrain.config import recipes
 from jaxtrain.config.errors import cut, nearly, one_line
 
+PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+# Recipes and layers lie inside an installed package (pyproject.toml), and beside it in a checkout.
+SHIPPED = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+_DISTRUSTED: set[pathlib.Path] = set()  # folders
 FORM = "FILE.py:NAME or package.module:NAME"
 
 
@@ -55,12 +58,19 @@ def find_file(source: str) -> pathlib.Path:
     """The file of a path: relative to the current folder, else a shipped one, which may be written
     configs/layers/NAME.py or layers/NAME.py. Raises OwnCodeError where there is none."""
     path = pathlib.Path(os.path.expanduser(source))
-    shipped = recipes.SHIPPED / pathlib.Path(*path.parts[path.parts[:1] == ("configs",) :])
+    shipped = SHIPPED / pathlib.Path(*path.parts[path.parts[:1] == ("configs",) :])
     for file in (path, shipped):
         if file.is_file():
-            return file.resolve()
+            if not _DISTRUSTED.isdisjoint((file := file.resolve()).parents):
+                raise OwnCodeError(f"names a file of a run's folder, which is never run: {file}")
+            return file
     folder = "" if path.is_absolute() else f" in {pathlib.Path.cwd()}"
     raise OwnCodeError(f"names no file: {source} does not exist{folder}")
+
+
+def distrust(folder: str) -> None:
+    """From now on, no file in a folder is run."""
+    _DISTRUSTED.add(pathlib.Path(folder).resolve())
 
 
 def digest(text: str) -> str:

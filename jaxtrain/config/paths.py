@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, flag_text, nearly
+from jaxtrain.config.groups.layer_kinds import pattern_of
 from jaxtrain.config.groups.setting import LARGEST_INT, as_entries, setting_of, with_values
 from jaxtrain.config.states import Config
 
@@ -111,7 +112,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     """
     groups = {group.name: cast(Any, group.type) for group in dataclasses.fields(Config)}
     given = {}
-    for group, settings in values.items():
+    for group, settings in _of_today(values).items():
         if group not in groups:
             near = nearly(str(group), groups, 0.7)
             raise ConfigError(str(group), settings, "is an unknown group of settings", near)
@@ -124,6 +125,19 @@ def from_dict(values: dict[str, Any]) -> Config:
             **{name: convert(f"{group}.{name}", value) for name, value in settings.items()}
         )
     return Config(**given)
+
+
+def _of_today(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a config that an older version may have stored: kinds of layers in the place
+    of `model.nope_layers`, the numbers of those without rotary positions."""
+    model = values.get("model")
+    if not isinstance(model, dict) or not isinstance(without := model.get("nope_layers"), list):
+        return values
+    layers = fields()["model.layers"].default
+    number = model.get("layers", layers) + model.get("dense_layers", 0)
+    kinds = tuple("nope" if layer in without else "full" for layer in range(number))
+    others = {name: value for name, value in model.items() if name != "nope_layers"}
+    return values | {"model": others | ({"pattern": pattern_of(kinds)} if without else {})}
 
 
 def convert(path: str, value: Any) -> Any:
@@ -149,7 +163,7 @@ def is_choice(path: str, value: Any) -> bool:
     choices = setting_of(fields()[path]).choices
     if not isinstance(value, str) or value in choices.names:
         return value in choices.names
-    if choices.prefix and value.startswith(choices.prefix):
+    if (choices.own and ":" in value) or (choices.prefix and value.startswith(choices.prefix)):
         return True
     name, _, count = value.partition(":")
     is_number = count.isascii() and count.isdecimal() and len(count) <= len(str(LARGEST_INT))

@@ -20,10 +20,8 @@ from typing import Any
 
 from jaxtrain.config import Config, from_dict, to_dict
 from jaxtrain.config.errors import UsageError, cut, nearly
+from jaxtrain.config.own_code import SHIPPED
 
-PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-# The shipped recipes lie inside an installed package (pyproject.toml), and beside it in a checkout.
-SHIPPED = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 DEFAULT_RECIPE = "tiny"
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
 

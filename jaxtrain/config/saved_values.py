@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtrain.config import ModelConfig, PipelineConfig
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 
 
@@ -65,14 +66,19 @@ PRODUCTS = (LATENT, QKV, ATTENTION, ATTENTION_OUT, ROUTER, MLP_IN, MLP_OUT)
 # in the order in which a layer makes them
 SAVED_VALUES: Mapping[str, SavedValue] = {
     LAYER_INPUT: SavedValue("the layer's input, which every selective recomputation saves"),
-    ATTENTION_NORM: SavedValue("the input of attention, normed"),
+    ATTENTION_NORM: SavedValue(
+        "the input of attention, normed", lambda model: model.norm_place != "after"
+    ),
     LATENT: SavedValue(
         "what latent attention compresses its input to", lambda model: model.attention == "mla"
     ),
-    QKV: SavedValue("queries, keys and values, before their norms and rotation"),
+    QKV: SavedValue("queries, keys, values and gate, before norms and rotation"),
     ATTENTION: SavedValue("the result of attention's core, before its output matrix"),
     ATTENTION_OUT: SavedValue("the product with attention's output matrix"),
-    MLP_NORM: SavedValue("the input of the MLP or the experts, normed"),
+    MLP_NORM: SavedValue(
+        "the input of the MLP or the experts, normed",
+        lambda model: model.norm_place != "after" and not model.parallel_block,
+    ),
     ROUTER: SavedValue("the router's logits", lambda model: model.experts),
     ROUTED: SavedValue("tokens as experts have received them", lambda model: model.experts),
     MLP_IN: SavedValue("the first products of the MLP or the experts: up, and gate"),
@@ -111,5 +117,6 @@ def saved_with(pipeline: PipelineConfig, remat: str) -> tuple[str, ...]:
 
 
 def saved_values(model: ModelConfig) -> tuple[str, ...]:
-    """The names of the values that a model's layers have."""
-    return tuple(name for name, value in SAVED_VALUES.items() if value.exists(model))
+    """The names of the values that a model's layers have, whatever their kind."""
+    kinds = models_of_kinds(model)
+    return tuple(name for name, value in SAVED_VALUES.items() if any(map(value.exists, kinds)))

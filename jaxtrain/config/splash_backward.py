@@ -15,6 +15,7 @@ import dataclasses
 
 STEP = 128  # tokens: a TPU's registers have so many lanes, and blocks are multiples of it
 MOST = 1024  # tokens of a block
+WINDOW_WORK = 1.3
 SUM_BYTES = 8 << 20
 FUSED, TWO_KERNELS = "fused", "two_kernels"
 
@@ -25,6 +26,24 @@ def block_size(tokens: int, most: int = MOST) -> int:
     return next(
         (n for n in range(min(tokens, most) // STEP * STEP, 0, -STEP) if tokens % n == 0), 0
     )
+
+
+def window_block_size(tokens: int, window: int, most: int = MOST) -> int:
+    """The largest multiple of STEP that divides so many tokens, is no more than `most`, and with
+    which blocks have at most WINDOW_WORK times the scores of a window; STEP if none does."""
+    sizes = (n for n in range(min(tokens, most) // STEP * STEP, 0, -STEP) if tokens % n == 0)
+    return next((n for n in sizes if window_steps(window, n) * n <= WINDOW_WORK * window), STEP)
+
+
+def window_steps(window: int, block: int) -> int:
+    """The number of blocks of keys that a block of queries meets in a window; of both sizes."""
+    return -(-(window - 1) // block) + 1
+
+
+def filled_up(queries: int, keys: int, window: int) -> int:
+    """The number of keys, with those that fill up the first block: queries are the last keys."""
+    block = window_block_size(queries, window)
+    return queries + -(-(keys - queries) // block) * block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,8 +105,8 @@ class Config:
     def resolve(self) -> "ResolvedConfig":
         """This config, whose mesh has a size for each axis, with its dependent defaults filled in
         (kv_heads and the sizes of heads, rotary_dim, mlp_width, expert_width, max_positions,
-        latent_norm_epsilon, router_normalize; reduce, ends; repeats). Raises ValueError as
-        `on_own_mesh`.
+        latent_norm_epsilon, router_normalize; reduce, ends; repeats, vocabulary). Raises
+        ValueError as `on_own_mesh`.
 
         >>> from jaxtrain import Config, MeshConfig, ModelConfig
         >>> config = Config(model=ModelConfig(width=64, heads=4), mesh=MeshConfig(data=2))
@@ -151,6 +151,9 @@ def _filled(kind: type[Filled], config: Config) -> Filled:
         config.pipeline,
         repeats=config.pipeline.repeats or default_repeats(config.pipeline.schedule),
     )
+    if config.train.loss and pipeline.vocabulary == "auto":
+        # a loss of one's own reads all logits of a token
+        pipeline = with_values(pipeline, vocabulary="end_stages")
     parallel = config.parallel
     if parallel.reduce == "auto":
         in_ops = parallel.zero > 1 or (parallel.zero == 1 and config.has_one_microbatch)

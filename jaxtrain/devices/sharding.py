@@ -36,6 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "sequence": (MODEL,),  # between blocks: norms and residuals are split along the sequence
     "token": (),  # inside a block: all tokens, split by heads or MLP columns
     "slot": (CONTEXT,),  # of a cache, in generation: a token's place
+    "ring_slot": (CONTEXT,),  # the same, of a cache as long as a window: used again and again
 }
 
 # of a batch's arrays [microbatches, sequences, tokens]

@@ -1,50 +1,89 @@
-"""The model with a key/value cache: it reads a few tokens at a time, which see those in the cache.
+"""The model with a cache: it reads a few tokens at a time, which see those in the cache.
 
-      cache      keys and values, [L, B, S, K, H] each, or latents [L, B, S, C]; slot s holds the
-                 token at position s
+      cache      {kind of layer: its arrays, [L, B, …]}, most of keys and values, [L, B, S, K, H];
+                 slot s holds the token at position s
                  ┌────────────────┬───────────┬──────────────┐
                  │ 0 … start − 1  │ T tokens  │ unused       │
                  └────────────────┴───────────┴──────────────┘
 Every query sees the slots up to its own. So the slots after the newest token, which may hold
-padding of an earlier call, are never read, and are overwritten later. The devices of `context`
-share the slots (parallel/attention/kv_cache.py).
+padding of an earlier call, are never read, and are overwritten later. A layer with a window has as
+many slots as the window has tokens. The devices of `context` share the slots (both in
+parallel/attention/kv_cache.py).
+
+A block says what its cache is, and continues from it:
+
+    cache_arrays(batch, slots, dtype)          a pytree of CacheArray (models/spec.py), of a layer
+                                               and at most `slots` tokens; `dtype` is that of
+                                               activations, a sum over tokens may have its own
+    cached(x, positions, cache, start, count)  (output [B, T, D], cache) for x [B, T, D], tokens at
+                                               positions `start` and on; behind the first `count`
+                                               of them is padding, whose output is not read
+
+`cache` is a pytree like that of `cache_arrays`, of one layer. In an array whose second axis is
+kv_cache.SLOT padding may be written behind the tokens; all other arrays, a recurrence's state for
+example, have to be as if it were not there. `start` is traced; `count` is an int where it is known
+when the program is traced, as 1 of a single token is.
 
 generation/sampling.py chooses the next token. Without a cache, sequences go through
 transformer.logits.
 
-Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads, H head
-dimension, C latent and rotated key, D width, V vocabulary.
+Shape suffixes: L layers of a kind, B batch, S slots of the cache, T new tokens, K key/value heads,
+H head dimension, D width, V vocabulary.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxtrain.config.groups.layer_kinds import kinds_of_layers
-from jaxtrain.devices.sharding import Axes, constrain
-from jaxtrain.models.rotary import layer_positions
-from jaxtrain.models.transformer import ModelParts
+from jaxtrain.devices.sharding import constrain, named
+from jaxtrain.models.spec import CacheArray
+from jaxtrain.models.transformer import ModelParts, through_layers
 from jaxtrain.parallel.attention import kv_cache
 
-Cache = tuple[jax.Array, ...]
+Cache = dict[str, Any]
 
 
-def cache_axes(parts: ModelParts) -> tuple[Axes, ...]:
-    """The logical axes of the arrays of a cache."""
-    return tuple(("layer", "batch", kv_cache.SLOT, *slot.axes) for slot in parts.cache_slots())
+def cache_arrays(parts: ModelParts, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
+    """Kind → a pytree of the arrays of its layers' caches, with a dimension of layers in front."""
+    kinds = kinds_of_layers(parts.cfg)
+
+    def stacked(kind: str, array: CacheArray) -> CacheArray:
+        shape = (kinds.count(kind), *array.shape)
+        return CacheArray(shape, ("layer", *array.axes), array.dtype)
+
+    of_layer = {kind: arrays(batch, slots, dtype) for kind, arrays in parts.cache_arrays.items()}
+    return {
+        kind: jax.tree.map(lambda array, kind=kind: stacked(kind, array), arrays)
+        for kind, arrays in of_layer.items()
+    }
+
+
+def cache_shardings(parts: ModelParts, mesh: Mesh) -> Cache:
+    """The shardings of a cache, whatever its sizes are."""
+    arrays = cache_arrays(parts, 1, 1, jnp.dtype("float32"))
+    return jax.tree.map(lambda array: named(mesh, array.axes), arrays)
 
 
 def empty_cache(parts: ModelParts, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
-    """An empty cache of `dtype`."""
-    lead = (parts.cfg.dense_layers + parts.cfg.layers, batch, slots)
-    return tuple(
-        constrain(jnp.zeros((*lead, *slot.shape), dtype), axes)
-        for slot, axes in zip(parts.cache_slots(), cache_axes(parts), strict=True)
+    """The cache before the first token, of sequences of at most `slots` tokens."""
+    return jax.tree.map(
+        lambda array: constrain(jnp.zeros(array.shape, array.dtype), array.axes),
+        cache_arrays(parts, batch, slots, dtype),
     )
 
 
 def extend(
-    parts: ModelParts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype
+    parts: ModelParts,
+    params: dict,
+    tokens_BT: jax.Array,
+    cache: Cache,
+    start: jax.Array,
+    dtype,
+    count: int | jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Returns (the residual stream [B, T, D] after the blocks, the cache with these tokens), for T
     tokens at positions start, start + 1, ….
@@ -52,35 +91,50 @@ def extend(
     params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}
     start: int32 scalar. start + T must not exceed S: XLA would silently write the tokens to earlier
         slots. The devices that split the sequence must divide T.
+    count: the number of tokens before padding; None: T
     """
-    t = tokens_BT.shape[1]
+    cfg, t = parts.cfg, tokens_BT.shape[1]
+    count = t if count is None else count
     positions_1T = start + jnp.arange(t, dtype=jnp.int32)[None]
-    if parts.cfg.positions == "learned":
+    if cfg.positions == "learned":
         # Padding may lie beyond the table, and must be finite: a weight of 0 does not hide a NaN.
-        positions_1T = jnp.minimum(positions_1T, parts.cfg.max_positions - 1)
+        positions_1T = jnp.minimum(positions_1T, cfg.max_positions - 1)
     x_BTD = parts.embedder(params["embed"])(tokens_BT, positions_1T, dtype)
+    arrays = cache_arrays(parts, tokens_BT.shape[0], 1, dtype)
 
-    (stacked,), kinds = parts.blocks.values(), kinds_of_layers(parts.cfg)
+    def put_back(array: CacheArray, stack: jax.Array, layer: jax.Array, number) -> jax.Array:
+        # Not all of an array if some will do: one that a loop carries is updated in place.
+        if kv_cache.SLOT in array.axes:
+            return kv_cache.put_back(stack, layer, number, start, t)
+        if kv_cache.RING in array.axes and kv_cache.is_one(count):
+            return kv_cache.put_back(stack, layer, number, start % layer.shape[1], 1)
+        return lax.dynamic_update_index_in_dim(stack, layer, number, 0)
 
-    def layer(carry, index_and_weights, block=stacked):
+    def layer(carry, kind, number, weights, blocks=parts.blocks):
         x_BTD, cache = carry
-        index, weights = index_and_weights
-        one_layer = [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in cache]
-        positions = layer_positions(parts.cfg, index, positions_1T)
-        x_BTD, one_layer = block(weights).cached(x_BTD, positions, one_layer, start)
-        cache = tuple(
-            kv_cache.put_back(array, part, index, start, t)
-            for array, part in zip(cache, one_layer, strict=True)
+        one_layer = jax.tree.map(
+            lambda a: lax.dynamic_index_in_dim(a, number, 0, keepdims=False), cache[kind]
         )
-        return (x_BTD, cache), None
+        x_BTD, one_layer = blocks[kind](weights).cached(
+            x_BTD, positions_1T, one_layer, start, count
+        )
+        stacks = jax.tree.map(
+            lambda *leaves: put_back(*leaves, number), arrays[kind], cache[kind], one_layer
+        )
+        return x_BTD, {**cache, kind: stacks}
 
-    for index in range(parts.cfg.dense_layers):
-        (x_BTD, cache), _ = layer(
-            (x_BTD, cache), (index, params["first"][str(index)]), parts.dense_blocks[kinds[index]]
-        )
-    indices = parts.cfg.dense_layers + jnp.arange(parts.cfg.layers)
-    (x_BTD, cache), _ = lax.scan(layer, (x_BTD, cache), (indices, params["layers"]))
-    return x_BTD, tuple(map(constrain, cache, cache_axes(parts)))
+    before = kinds_of_layers(cfg)[: cfg.dense_layers]
+    carry = x_BTD, cache
+    for i, kind in enumerate(before):
+        weights, number = params["first"][str(i)], before[:i].count(kind)
+        carry = layer(carry, kind, number, weights, parts.dense_blocks)
+
+    def stacked_layer(carry, kind, number, weights):
+        return layer(carry, kind, before.count(kind) + number, weights)
+
+    x_BTD, cache = through_layers(cfg, params["layers"], carry, stacked_layer)
+    constrained = lambda array, a: constrain(a, array.axes)
+    return x_BTD, jax.tree.map(constrained, arrays, cache)
 
 
 def tied_table(parts: ModelParts, params: dict, dtype) -> jax.Array | None:

@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.devices.sharding import named, shards
-from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_logits, tied_table
+from jaxtrain.generation.decode import cache_shardings, empty_cache, extend, next_logits, tied_table
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel.attention.kv_cache import SLOT
 
@@ -174,7 +174,7 @@ class Sampler:
             # spare ones fill it up.
             self._batch_unit, self._width = shards("batch"), shards("sequence")
             self._slots_unit = SLOTS * shards(SLOT)
-        cache = tuple(named(self.mesh, axes) for axes in cache_axes(parts))
+        cache = cache_shardings(parts, self.mesh)
         of_batch, replicated = named(self.mesh, ("batch",)), named(self.mesh, ())
         state = DecodeState(cache, last=of_batch, done=of_batch, position=replicated)
         compiled = functools.partial(jax.jit, out_shardings=state)
@@ -281,7 +281,9 @@ class Sampler:
     ) -> DecodeState:
         """The state with `count` tokens of the prompt in its cache; the others of T are padding."""
         tokens_BT = jnp.broadcast_to(tokens_1T, (self._batch_unit, tokens_1T.shape[1]))
-        _, cache = extend(self.parts, params, tokens_BT, state.cache, state.position, self.dtype)
+        _, cache = extend(
+            self.parts, params, tokens_BT, state.cache, state.position, self.dtype, count
+        )
         return dataclasses.replace(state, cache=cache, position=state.position + count)
 
     def _spread_program(
@@ -292,7 +294,7 @@ class Sampler:
         last: the prompt's last token; samples: number of sequences that are wanted: the others fill
         up the batch and are done at once.
         """
-        cache = tuple(jnp.repeat(c, batch // self._batch_unit, 1) for c in state.cache)
+        cache = jax.tree.map(lambda c: jnp.repeat(c, batch // self._batch_unit, 1), state.cache)
         return dataclasses.replace(
             state, cache=cache, last=jnp.full(batch, last), done=jnp.arange(batch) >= samples
         )
@@ -320,7 +322,7 @@ class Sampler:
             count, state, burst = carry
             tokens_BT = jnp.broadcast_to(state.last[:, None], (batch, self._width))
             x_BTD, cache = extend(
-                self.parts, params, tokens_BT, state.cache, state.position, self.dtype
+                self.parts, params, tokens_BT, state.cache, state.position, self.dtype, count=1
             )
             logits_BV = next_logits(self.parts, params, x_BTD, table_VD)
             logits_BV = jnp.where(

@@ -4,7 +4,7 @@
     Fixed                             settings that all models of the family have
     Only, Same                        a field that jaxtrain can have with some values alone
     PassedOver, Training              fields without effect on what the model computes
-    RotaryPositions, Window, …        several fields that belong together
+    RotaryPositions, …                several fields that belong together
 
 An entry reads what it knows and writes what it reads, so that a table is the family's only
 description; docs/models.md is made of it.
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.groups.model_settings import BIASED
 from jaxtrain.hf.fields import MISSING, Fields
 from jaxtrain.hf.rope_parameters import SCALINGS, Settings, read_rope, write_rope
@@ -68,6 +69,8 @@ class Integer(SettingField):
     """An integer.
 
     default: where the field is missing; null: what null stands for, None if it is refused
+    least:   it is also written for a setting that counts nothing, such as experts that a model
+             lacks
     """
 
     default: Any = MISSING
@@ -83,17 +86,24 @@ class Integer(SettingField):
 
     def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         value = getattr(model, self.setting)
-        return {self.field: None if value == self.null else value}
+        return {self.field: None if value == self.null else max(value, self.least)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Float(SettingField):
-    """A float above 0."""
+    """A float above 0. null: what null stands for, None if it is refused"""
 
-    default: float
+    default: float | None
+    null: float | None = None
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
+        if self.null is not None and fields.value(self.field, self.default) is None:
+            return {self.setting: self.null}
         return {self.setting: fields.number(self.field, self.default)}
+
+    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
+        value = getattr(model, self.setting)
+        return {self.field: None if value == self.null else value}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,29 +241,6 @@ class Training(TableEntry):
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseLayers(SettingField):
-    """The number of layers before those with experts, which num_hidden_layers counts, too."""
-
-    default: int
-
-    def read(self, fields: Fields, settings: Settings) -> Settings:
-        dense = fields.integer(self.field, self.default, least=0)
-        if dense >= settings["layers"]:
-            raise fields.refuse(
-                self.field, f"leaves none of num_hidden_layers={settings['layers']} with experts"
-            )
-        return {"layers": settings["layers"] - dense, self.setting: dense}
-
-    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
-        layers = model.dense_layers + model.layers
-        return {"num_hidden_layers": layers} | super().write(model, length)
-
-    @property
-    def limits(self) -> Mapping[str, str]:
-        return {self.field: "less than num_hidden_layers"}
-
-
-@dataclasses.dataclass(frozen=True)
 class Predictions(SettingField):
     """The number of modules of multi-token prediction. null is read as 0, which is written as 0."""
 
@@ -269,21 +256,30 @@ class RotaryPositions(TableEntry):
 
     longest, base: transformers' defaults of max_position_embeddings and rope_theta
     part:    its default of partial_rotary_factor; None: the family rotates all of a head
+    scaled:  whether the family has scalings (transformers has longrope alone for Phi-3)
     """
 
     longest: int
     base: float = 10000.0
     part: float | None = None
+    scaled: bool = True
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         head = None
         if self.part is not None:
             head = settings["head_dim"] or settings["width"] // settings["heads"]
         rope = read_rope(fields, self.base, self.longest, self.part or 1.0, head)
+        if rope.scaling and not self.scaled:
+            field = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+            raise fields.refuse(field, "is not supported: transformers has no such scaling here")
         rotated = {} if head is None else {"rotary_dim": int(head * rope.part)}
         return {"positions": "rotary", "rotary_base": rope.base} | rope.scaling | rotated
 
     def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
+        # kinds without rotary positions, or without attention, have no say
+        models = models_of_kinds(model)
+        rotary = (each for each in models if each.positions == "rotary" and not each.mixer)
+        model = next(rotary, model)
         if self.part is None:
             return write_rope(model, length)
         part = model.rotary_dim / model.head_dim
@@ -304,61 +300,38 @@ class RotaryPositions(TableEntry):
     @property
     def limits(self) -> Mapping[str, str]:
         parts = {} if self.part else {"partial_rotary_factor": "1"}
-        return {"rope_type": " or ".join(map(json.dumps, SCALINGS))} | parts
+        scalings = SCALINGS if self.scaled else ["default"]
+        return {"rope_type": " or ".join(map(json.dumps, scalings))} | parts
 
 
 @dataclasses.dataclass(frozen=True)
-class Window(TableEntry):
-    """A sliding window of attention, which is refused where it is shorter than the longest
-    sequence, and so is any other kind of attention.
-
-    longest, window: transformers' defaults of max_position_embeddings and sliding_window
-    switched: whether the window needs use_sliding_window
-    typed:    whether layer_types, where given, says which layers have it
-    layers:   default of max_window_layers, the first layer that has it otherwise; None: all have it
-    """
+class FullAttention(TableEntry):
+    """A family without windows: a sliding window is refused where it is shorter than the longest
+    sequence, and so is any other kind of attention. longest: see RotaryPositions"""
 
     longest: int
-    window: int | None = None
-    switched: bool = False
-    typed: bool = False
-    layers: int | None = None
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         count = settings["layers"]
-        types = fields.value("layer_types", None)
-        if types is not None and not (
-            isinstance(types, list)
-            and len(types) == count
-            and all(kind == "full_attention" for kind in types)
-        ):
+        if fields.value("layer_types", None) not in (None, ["full_attention"] * count):
             raise fields.refuse(
                 "layer_types", f'is not supported: only {count} × "full_attention" is'
             )
-        switch = fields.require("use_sliding_window", [False, True] if self.switched else [False])
-        window = fields.integer("sliding_window", self.window, null=0)
+        fields.require("use_sliding_window", [False])
+        window = fields.integer("sliding_window", None, null=0)
         longest = fields.integer("max_position_embeddings", self.longest)
-        start = 0
-        if self.layers is not None:
-            start = fields.integer("max_window_layers", self.layers, least=0)
-        applies = (switch or not self.switched) and not (self.typed and types) and start < count
-        if applies and 0 < window < longest:
+        if 0 < window < longest:
             raise fields.refuse(
                 "sliding_window",
                 "is not supported: attention is full (null, or at least "
                 f"max_position_embeddings={longest})",
             )
-        if applies and window:
+        if window:
             fields.notes.append(
                 f"sliding_window={window} is left out: no sequence of "
                 f"max_position_embeddings={longest} tokens reaches its end"
             )
         return {}
-
-    def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
-        off = {"use_sliding_window": False} if self.switched else {}
-        none = {"sliding_window": None} if self.switched or self.window else {}
-        return none | off
 
     limits = {
         "sliding_window": "null or at least max_position_embeddings",

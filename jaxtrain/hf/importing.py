@@ -29,11 +29,10 @@ from jaxtrain.config import FilledConfig, ResolvedConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.hf import source_files
-from jaxtrain.hf.block_scales import SUFFIX, dequantized, scales_region, scales_shape
-from jaxtrain.hf.families.family import prediction_modules
+from jaxtrain.hf.families.family import layers_of, prediction_modules
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.run_config import Published, read_published
-from jaxtrain.hf.safetensors_folder import DTYPES, FP8, SafetensorsFolder, TensorRegion
+from jaxtrain.hf.safetensors_folder import DTYPES, SafetensorsFolder, TensorRegion
 from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule, index_in
 from jaxtrain.run import streams
 from jaxtrain.training.state import TrainState, stored_shapes, with_working
@@ -61,6 +60,12 @@ class PublishedWeights:
     arrays: Sequence[StoredArray]
     prefix: str = ""
 
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name of a tensor, or of a further one → its shape."""
+        shapes = {tensor.name: tensor.shape for tensor in self.tensors}
+        return shapes | {name: tensor.shape for name, tensor in self.copies.items()}
+
     def name(self, tensor: str) -> str:
         """The folder's name of a tensor."""
         return tensor.removeprefix(self.prefix)
@@ -68,10 +73,17 @@ class PublishedWeights:
     def keep(self, run: pathlib.Path) -> None:
         """Copies the model's small files into a run's folder. Raises OSError."""
         names = [*(tensor.name for tensor in self.tensors), *self.copies]
-        types = {name: self.folder.dtype(self.name(name)) for name in names}
         # the type of an export, for which quantised numbers are bfloat16
-        types = {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
+        types = {
+            name: "BF16" if self.parts(name) else self.folder.dtype(self.name(name))
+            for name in names
+        }
         source_files.keep(self.published.files, self.published.values, types, run)
+
+    def parts(self, tensor: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The folder's tensors that hold a quantised one, as `Float8.parts`; none for another."""
+        quantization, name = self.published.quantization, self.name(tensor)
+        return quantization.parts(self.folder, name, self.shapes[tensor]) if quantization else {}
 
     def blocks(
         self, tensor: str, region: TensorRegion
@@ -81,24 +93,24 @@ class PublishedWeights:
         Raises HfError for numbers that cannot be read or are not finite.
         """
         if not region:
-            yield region, self._numbers(self.name(tensor), region)
+            yield region, self._numbers(tensor, region)
             return
         rows, others = region[0], region[1:]
         width = math.prod(map(len, others)) * 4
         count = max(READ_BYTES // max(width, 1), 1)
         for start in range(rows.start, rows.stop, count):
             part = (range(start, min(start + count, rows.stop)), *others)
-            yield part, self._numbers(self.name(tensor), part)
+            yield part, self._numbers(tensor, part)
 
-    def _numbers(self, name: str, region: TensorRegion) -> np.ndarray:
-        numbers = self.folder.read(name, region)
-        if self.folder.dtype(name) == FP8:
-            block = self.published.block
-            assert block  # or the tensor would have been refused
-            scales = self.folder.read(name + SUFFIX, scales_region(region, block))
-            numbers = dequantized(numbers, scales, region, block)
+    def _numbers(self, tensor: str, region: TensorRegion) -> np.ndarray:
+        name, parts = self.name(tensor), self.parts(tensor)
+        if parts and self.published.quantization:
+            numbers = self.published.quantization.read(self.folder, name, region)
+        else:
+            numbers = self.folder.read(name, region)
         if not np.isfinite(numbers).all():
-            raise HfError(f"{self.folder.place(name)} has numbers that are not finite")
+            place = self.folder.place(next(iter(parts), name))
+            raise HfError(f"{place} has numbers that are not finite")
         return numbers
 
 
@@ -114,7 +126,10 @@ def open_weights(published: Published, config: FilledConfig) -> PublishedWeights
     """
     folder, model = SafetensorsFolder(published.folder), config.model
     # each layer and each expert has tensors of its own: no more of them are laid out
-    if (count := len([*folder])) < model.dense_layers + model.layers * max(model.experts, 1):
+    family = published.family
+    joined = family.joins_experts
+    least = sum(1 if joined else max(place.model.experts, 1) for place in layers_of(model))
+    if (count := len([*folder])) < least:
         experts = f" of {model.experts} experts" * (model.experts > 0)
         raise HfError(
             f"{folder.path} has {count} tensors, too few for the "
@@ -127,7 +142,6 @@ def open_weights(published: Published, config: FilledConfig) -> PublishedWeights
         for array in arrays
         if array.name.startswith(group)
     }
-    family = published.family
     rules, tensors = family.layout(config.model, published.values, shapes)
     lacks_prefix = not any(name.startswith(family.prefix) for name in folder)
     prefix, left_out = family.prefix if lacks_prefix else "", []
@@ -140,7 +154,7 @@ def open_weights(published: Published, config: FilledConfig) -> PublishedWeights
         if name.removeprefix(prefix) in folder
     }
     weights = PublishedWeights(published, folder, rules, tensors, copies, arrays, prefix)
-    _check_headers(weights, tuple(f"{module}." for module in left_out))
+    _check_headers(weights, (*family.unread, *(f"{module}." for module in left_out)))
     return weights
 
 
@@ -155,17 +169,14 @@ def open_together(config: ResolvedConfig) -> PublishedWeights:
 def _check_headers(weights: PublishedWeights, left_out: tuple[str, ...]) -> None:
     """Raises HfError for a tensor that is missing, wrong by its header, or that no parameter is
     for. left_out: the beginnings of names of tensors that the run does not want"""
-    folder, known = weights.folder, set()
-    family, block = weights.published.family, weights.published.block
+    folder, family, known = weights.folder, weights.published.family, set()
     for tensor in weights.tensors:
-        name = weights.name(tensor.name)
-        known.add(name)
-        _check_header(folder, name, tensor.shape, (*DTYPES, FP8) if block else tuple(DTYPES))
-        if block and folder.dtype(name) == FP8:
-            if len(tensor.shape) != 2:
-                raise HfError(f"{folder.place(name)} is no matrix, and only these have blocks")
-            known.add(name + SUFFIX)
-            _check_header(folder, name + SUFFIX, scales_shape(tensor.shape, block), ("F32",))
+        parts = weights.parts(tensor.name)
+        for name, (shape, dtype) in parts.items():
+            _check_header(folder, name, shape, (dtype,))
+        if not parts:
+            _check_header(folder, weights.name(tensor.name), tensor.shape, tuple(DTYPES))
+        known |= {weights.name(tensor.name), *parts}
     for copy, original in weights.copies.items():
         name, table = weights.name(copy), weights.name(original.name)
         known.add(name)

@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
+from jaxtrain.config.groups.layer_kinds import OF_MODEL, kinds_of_layers, of_kind
 from jaxtrain.config.rules import checks, unused
-from jaxtrain.hf.block_scales import read_block
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.families.family import Family
 from jaxtrain.hf.fields import WITHOUT_EFFECT, Fields, HfError
+from jaxtrain.hf.quantization import read_quantization
 
 # Settings of the model that do not change what it computes: they are free in an import, and an
 # export leaves them out.
 FREE = frozenset(
-    "attention_backward attention_kernel balance_loss balance_rate capacity_factor expert_room "
-    "init_std loss_chunk mtp_weight z_loss".split()
+    "attention_backward attention_kernel balance_loss balance_rate capacity_factor "
+    "dropout_attention dropout_embedding dropout_residual expert_room init_std loss_chunk "
+    "mtp_weight z_loss".split()
 )
 
 
@@ -42,10 +44,10 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, cfg.Model
     family = family_of(values, place)
     fields = Fields(values, place, family.aliases)
     model = cfg.ModelConfig(**family.read(fields))
-    if read_block(fields):
+    if quantization := read_quantization(fields):
         fields.notes.append(
-            "quantization_config is left out: float8 matrices are multiplied by their scales, and "
-            "training goes on without quantization"
+            f"quantization_config is left out: {quantization.words} are multiplied by their "
+            "scales, and training goes on without quantization"
         )
     fields.finish(family.model_type, WITHOUT_EFFECT)
     tokens = {"data.sequence_length": model.max_positions} if model.max_positions else {}
@@ -96,10 +98,17 @@ def write_model(model: cfg.ResolvedModel, family: Family | None, length: int) ->
 
 
 def differing(a: cfg.ModelConfig, b: cfg.ModelConfig) -> Iterator[str]:
-    """The settings in which two models compute different functions."""
+    """The settings in which two models compute different functions, whatever their kinds of layers
+    are called."""
     configs = [cfg.Config(model=model).fill() for model in (a, b)]
     unused_in_both = set.intersection(*map(unused.without_use, configs))
+    models = [config.model for config in configs]
+    pairs = list(
+        zip(*([of_kind(model, kind) for kind in kinds_of_layers(model)] for model in models))
+    )
     for name in (field.name for field in dataclasses.fields(cfg.ModelConfig)):
-        first, second = (getattr(config.model, name) for config in configs)
-        if first != second and name not in FREE and f"model.{name}" not in unused_in_both:
+        if name in FREE or name in ("pattern", "kinds") or f"model.{name}" in unused_in_both:
+            continue
+        compared = [models] if name in OF_MODEL else pairs
+        if any(getattr(first, name) != getattr(second, name) for first, second in compared):
             yield name

@@ -70,14 +70,60 @@ class Rope:
     scaling: Settings
 
 
+def rope_settings(rope: Rope) -> Settings:
+    """The settings of a model that rotates all of a head."""
+    return {"rotary_base": rope.base} | rope.scaling
+
+
+def read_ropes(
+    fields: Fields, bases: Mapping[str, tuple[str, float]], longest: int
+) -> dict[str, Rope]:
+    """Type of layer → its rotary positions, of a family where they go by the type:
+
+        newer   "rope_parameters": {"full_attention": {…}, "sliding_attention": {…}}
+        older   a field for the base of each type, and "rope_scaling" of the first type
+
+    bases: type → the older form's field, "" if it has none, and transformers' default
+    longest: its default of max_position_embeddings
+
+    Raises HfError as `read_rope`.
+    """
+    older = [field for field, _ in bases.values() if field]
+    shared = ("max_position_embeddings", "partial_rotary_factor", LENGTH)
+    fields.pass_over("rope_scaling", *older, *shared)
+    nested = fields.value("rope_parameters", None) or {}
+    if not isinstance(nested, dict):
+        raise fields.refuse("rope_parameters", "is no object")
+    inner = Fields(nested, fields.place, prefix="rope_parameters.")
+    inner.pass_over(*bases)
+    inner.finish(" and ".join(bases))
+    ropes: dict[str, Rope] = {}
+    for kind, (field, base) in bases.items():
+        names = (*shared, field) if ropes else (*shared, field, "rope_scaling")
+        values = {name: fields.values[name] for name in names if name in fields.values}
+        newer = f"rope_parameters.{kind}"
+        of_type = Fields(
+            values | {newer: nested.get(kind)}, fields.place, {field: "rope_theta"} if ropes else {}
+        )
+        ropes[kind] = read_rope(of_type, base, longest, newer=newer)
+        fields.notes += of_type.notes
+    return ropes
+
+
 def read_rope(
-    fields: Fields, base: float, longest: int, part: float = 1.0, head: int | None = None
+    fields: Fields,
+    base: float,
+    longest: int,
+    part: float = 1.0,
+    head: int | None = None,
+    newer: str = "rope_parameters",
 ) -> Rope:
     """The rotary positions of a config.json.
 
     base, longest, part: transformers' defaults of rope_theta, max_position_embeddings and
         partial_rotary_factor
     head: size of a head, of which a part may be rotated; None: all of it has to be
+    newer: the field of the newer form
 
     Raises HfError for a scaling that is not in SCALINGS, and for fields that contradict each other.
     """
@@ -85,11 +131,7 @@ def read_rope(
     rope = Rope(
         fields.number("rope_theta", base, above=1), fields.number("partial_rotary_factor", part), {}
     )
-    given = [
-        name
-        for name in ("rope_scaling", "rope_parameters")
-        if fields.value(name, None) not in (None, {})
-    ]
+    given = [name for name in ("rope_scaling", newer) if fields.value(name, None) not in (None, {})]
     if "partial_rotary_factor" in fields.values or not given:
         _check_part(fields, rope.part, head)
     forms = {name: _read_object(fields, name, rope, longest, head) for name in given}

@@ -21,10 +21,10 @@ from jaxtrain import config as cfg
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.config.sources import holds_tokens
-from jaxtrain.hf.block_scales import BlockSize, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
 from jaxtrain.hf.model_config import FREE, differing, read_model
+from jaxtrain.hf.quantization import Quantization, read_quantization
 from jaxtrain.hf.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
 from jaxtrain.hf.source_files import CONFIG, SLOW_TOKENIZERS, TOKENIZER, small_files, tokenizer_of
 from jaxtrain.run.files import CONFIG_FILE
@@ -63,13 +63,13 @@ class Published(Origin):
 
     files: name → content of its small files
     values: of config.json
-    block: the rows and columns of a block of quantised weights; None if there are none
+    quantization: of its weights; None if they are not quantised
     """
 
     files: Mapping[str, bytes]
     values: Mapping[str, Any]
     family: Family
-    block: BlockSize | None
+    quantization: Quantization | None
 
     @property
     def prediction_fields(self) -> list[str]:
@@ -107,7 +107,7 @@ def read_published(folder: pathlib.Path) -> Published:
         files,
         values,
         family,
-        read_block(Fields(values, str(place))),
+        read_quantization(Fields(values, str(place))),
     )
     # how the names of the prediction modules' tensors begin
     beginnings = [f"{module}." for module in prediction_modules(model)]

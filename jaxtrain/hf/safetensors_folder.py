@@ -29,11 +29,12 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-FP8 = "F8_E4M3"  # read with scales alone (block_scales.py)
-READ = {**DTYPES, FP8: np.dtype(ml_dtypes.float8_e4m3fn)}
+FP8 = "F8_E4M3"
+# These two are read with scales alone (quantization.py).
+READ = {**DTYPES, FP8: np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
 # Bits of a number, of types that occur in files; numbers of the others are not read.
 BITS = {name: 8 * dtype.itemsize for name, dtype in READ.items()} | {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("BOOL", "I8", "F8_E5M2", "F8_E8M0"), 8),
     **dict.fromkeys(("U16", "I16"), 16),
     **dict.fromkeys(("U32", "I32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),

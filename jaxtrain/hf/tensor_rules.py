@@ -26,6 +26,8 @@ class TensorRule:
     transpose: the published matrix is [out, in], as torch's Linear has it; the stored one [in, out]
     taken:     the columns of the tensor, once transposed, in the stored order; None: all
     columns:   (start, stop) of the array's columns that hold them; None: all
+    channels:  the published tensor is [channels, 1, size], as torch's Conv1d by channels has it;
+               here it counts as the matrix without the 1
     """
 
     tensor: str
@@ -34,6 +36,7 @@ class TensorRule:
     transpose: bool = False
     taken: np.ndarray | None = None
     columns: tuple[int, int] | None = None
+    channels: bool = False
 
     @property
     def region(self) -> tuple:
@@ -60,7 +63,8 @@ class TensorRule:
             return ()
         places = self._places(window[-1])
         region = (*window[:-1], range(int(places.min()), int(places.max()) + 1))
-        return region[::-1] if self.transpose else region
+        region = region[::-1] if self.transpose else region
+        return (region[0], range(1), *region[1:]) if self.channels else region
 
     def store(
         self,
@@ -74,6 +78,8 @@ class TensorRule:
         region: of the numbers, a part of what `source` gives for the window
         target: [..., *window], of which the numbers that are not in the region stay as they are
         """
+        if self.channels:
+            numbers, region = numbers[:, 0], (region[0], *region[2:])
         oriented = numbers.T if self.transpose else numbers
         spans = region[::-1] if self.transpose else region
         places: list[slice | np.ndarray] = [*index_in(window, spans)]
@@ -107,6 +113,7 @@ class TensorRule:
 
         window: as `window` has it, or a part of it; tensor: its rows `rows`
         """
+        tensor = tensor[:, 0] if self.channels else tensor
         oriented = tensor.T if self.transpose else tensor
         places = [np.asarray(span) for span in window]
         if places:
@@ -161,7 +168,9 @@ def published_tensors(
     for name, parts in by_tensor.items():
         regions = [rule.region_shape(shapes[rule.array]) for rule in parts]
         shape = (*regions[0][:-1], sum(region[-1] for region in regions))
-        yield PublishedTensor(name, shape[::-1] if parts[0].transpose else shape, tuple(parts))
+        shape = shape[::-1] if parts[0].transpose else shape
+        shape = (shape[0], 1, *shape[1:]) if parts[0].channels else shape
+        yield PublishedTensor(name, shape, tuple(parts))
 
 
 def check_coverage(rules: Sequence[TensorRule], shapes: Mapping[str, Sequence[int]]) -> None:

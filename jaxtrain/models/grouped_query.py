@@ -11,7 +11,7 @@ from jaxtrain.config.saved_values import ATTENTION, QKV
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
-from jaxtrain.models.spec import CacheSlot
+from jaxtrain.models.spec import CacheArray, Spec, parameter
 from jaxtrain.parallel.attention import kv_cache
 from jaxtrain.parallel.attention.causal import (
     HEADS,
@@ -36,9 +36,8 @@ class Attention(nnx.Module):
         self.rotary = (
             Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
         )
-        self.settings = AttentionSettings(
-            context, cfg.attention_kernel, cfg.attention_backward, cfg.dropout_attention
-        )
+        self.settings = AttentionSettings.of(cfg, context)
+        self.sinks = parameter(Spec((cfg.heads,), ("heads",))) if cfg.sinks else None
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
@@ -94,24 +93,23 @@ class Attention(nnx.Module):
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
         token sees its own segment alone. noise_BT: as of a Block"""
         q, k, v, gate = self.project(x_BTD, positions_BT)
-        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.settings, noise_BT))
+        y = attend_causal(q, k, v, segments_BT, self.settings, noise_BT, self._sinks_N)
+        y = named(ATTENTION, y)
         return self.output(y, gate)
 
-    @staticmethod
-    def cache_slots(cfg: ResolvedModel) -> tuple[CacheSlot, ...]:
-        """The slots of keys and of values in a cache, on the mesh of this point of the trace."""
-        shape = (attention_kv_heads(cfg.kv_heads), cfg.head_dim)
-        return (CacheSlot(shape, ("kv_heads", None)),) * 2
+    @property
+    def _sinks_N(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...]
 
-    def cached(self, x_BTD, positions_BT, cache, start):
-        """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions
-        `start` and on.
+    def cache_arrays(self, batch: int, slots: int, dtype) -> tuple[CacheArray, CacheArray]:
+        """Keys and values of a cache."""
+        slots, axis = kv_cache.slots_of(slots, self.settings.window)
+        shape = (batch, slots, attention_kv_heads(self.kv_heads), self.head_dim)
+        return (CacheArray(shape, ("batch", axis, "kv_heads", None), dtype),) * 2
 
-        cache: keys and values of the tokens before, [B, S, K, H] each.
-        """
+    def cached(self, x_BTD, positions_BT, cache, start, count):
+        """As of generation/decode.py."""
         q, k, v, gate = self.project(x_BTD, positions_BT)
-        cache = [kv_cache.write(old, new, start) for old, new in zip(cache, (k, v), strict=True)]
-        y = attend_cached(
-            q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.settings.kernel
-        )
-        return self.output(y, gate), cache
+        extended = kv_cache.extended(cache, (k, v), start, count, self.settings.window)
+        y = attend_cached(q, extended, start, self.settings, self._sinks_N)
+        return self.output(y, gate), extended.cache

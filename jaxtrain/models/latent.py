@@ -17,6 +17,8 @@ Shape suffixes: B batch, T query tokens, S key tokens, D width, N heads, H head 
 dimension, V value dimension, C latent, K the numbers of a token in the cache, C + R.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -26,7 +28,7 @@ from jaxtrain.config.saved_values import ATTENTION, LATENT, QKV
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, named
 from jaxtrain.models.rotary import Rotary, score_factor
-from jaxtrain.models.spec import CacheSlot
+from jaxtrain.models.spec import CacheArray
 from jaxtrain.parallel.attention import kv_cache
 from jaxtrain.parallel.attention.causal import HEADS, AttentionSettings, attend, attend_causal
 from jaxtrain.parallel.attention.heads import row_major
@@ -43,9 +45,7 @@ class LatentAttention(nnx.Module):
         self.heads, self.rank = cfg.heads, cfg.kv_rank
         self.rotary, self.score_factor = Rotary(cfg, cfg.rope_head_dim), score_factor(cfg)
         self.head_dim, self.rope_dim = cfg.head_dim, cfg.rope_head_dim
-        self.settings = AttentionSettings(
-            context, cfg.attention_kernel, cfg.attention_backward, cfg.dropout_attention
-        )
+        self.settings = AttentionSettings.of(cfg, context)
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         compressed = q + self.rank + self.rope_dim
         query, key_value = self.head_dim + self.rope_dim, self.head_dim + cfg.value_head_dim
@@ -97,33 +97,31 @@ class LatentAttention(nnx.Module):
         y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.settings, noise_BT))
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
-    @staticmethod
-    def cache_slots(cfg: ResolvedModel) -> tuple[CacheSlot, ...]:
-        """The slot of the cache's only array: a latent and a rotated key."""
-        return (CacheSlot((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
+    def cache_arrays(self, batch: int, slots: int, dtype) -> tuple[CacheArray]:
+        """Latents and rotated keys, in one array."""
+        slots, axis = kv_cache.slots_of(slots, self.settings.window)
+        shape = (batch, slots, self.rank + self.rope_dim)
+        return (CacheArray(shape, ("batch", axis, None), dtype),)
 
-    def cached(self, x_BTD, positions_BT, cache, start):
-        """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions
-        `start` and on.
-
-        cache: one array [B, S, K], of the tokens before.
-        """
+    def cached(self, x_BTD, positions_BT, cache, start, count):
+        """As of generation/decode.py."""
         q, latent_BTC, key_BTR = self.project(x_BTD, positions_BT)
         new_BTK = jnp.concatenate([gather_sequence(latent_BTC), key_BTR], -1)
-        cache_BSK = kv_cache.write(cache[0], new_BTK, start)
-        t, s = x_BTD.shape[1], cache_BSK.shape[1]
-        mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
+        extended = kv_cache.extended(cache, (new_BTK,), start, count, self.settings.window)
         to_keys, to_values = jnp.split(
             self.expand.weight[...].astype(q.dtype).reshape(self.rank, self.heads, -1),
             [self.head_dim],
             -1,
         )
         inner = jnp.einsum("btnh,cnh->btnc", q[..., : self.head_dim], to_keys)
-        # `attend` divides by the root of the last dimension, here K instead of H + R.
-        scale = ((self.rank + self.rope_dim) / (self.head_dim + self.rope_dim)) ** 0.5
-        q = jnp.concatenate([inner, q[..., self.head_dim :]], -1) * scale
-        k_BS1K = cache_BSK[:, :, None].astype(q.dtype)
-        y = jnp.einsum(
-            "btnc,cnv->btnv", attend(q, k_BS1K, k_BS1K[..., : self.rank], mask), to_values
+        # The scores' factor is that of expanded keys, of size H + R.
+        scores, window = self.settings.scores, self.settings.window
+        scores = dataclasses.replace(scores, scale=scores.factor(q.shape[-1]))
+        q = jnp.concatenate([inner, q[..., self.head_dim :]], -1)
+        k_BS1K = extended.seen[0][:, :, None].astype(q.dtype)
+        in_order = extended.is_text is not None
+        of_latents = attend(
+            q, k_BS1K, k_BS1K[..., : self.rank], extended.mask, in_order, None, window, scores
         )
-        return self.out.row_parallel(constrain(y, HEADS).reshape(*y.shape[:2], -1)), [cache_BSK]
+        y = constrain(jnp.einsum("btnc,cnv->btnv", of_latents, to_values), HEADS)
+        return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), extended.cache

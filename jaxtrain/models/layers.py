@@ -15,7 +15,7 @@ from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import MLP_HIDDEN, MLP_IN
 from jaxtrain.devices.mesh import on_cpu
 from jaxtrain.devices.sharding import constrain, is_split, reshard
-from jaxtrain.models.spec import Parameter, Spec, parameter
+from jaxtrain.models.spec import Spec, parameter
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.collective_matmul import Arrived
 from jaxtrain.parallel.fp8 import Quantized, gradient_of, mapped, operands
@@ -75,7 +75,7 @@ def contract_rows(a_TM, b_TN, precision=None, split: int = 1) -> jax.Array:
     return jax.lax.optimization_barrier(a_TM.T) @ b_TN
 
 
-def matrix(weight: Parameter, x):
+def matrix(weight: nnx.Param, x):
     """A parameter in the type of x, or quantized."""
     value = weight.get_value()
     return value if isinstance(value, Quantized) else value.astype(x.dtype)

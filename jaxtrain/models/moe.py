@@ -10,6 +10,8 @@ which file has what.
 Shape suffixes: B batch, T tokens, K choices of a token, D width, E experts, F columns of an expert.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,7 +24,7 @@ from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.experts import dispatch, exchange_group, products
-from jaxtrain.parallel.experts.activation import activated, weigh
+from jaxtrain.parallel.experts.activation import Bias, activated, biased, weigh
 from jaxtrain.parallel.experts.routing import Routing, TwoSteps, choice_counts
 from jaxtrain.parallel.experts.routing_collectives import by_capacity, dropless
 from jaxtrain.parallel.tensor import flat
@@ -160,6 +162,34 @@ class Router(nnx.Module):
         return loss / self.batch_size
 
 
+class Biases(nnx.Module):
+    """The biases of an MLP of so many columns, or with `experts` of one for each expert."""
+
+    def __init__(self, cfg: ResolvedModel, columns: int, experts: int = 0):
+        lead, axes = ((experts,), ("experts",)) if experts else ((), ())
+        vectors = lambda n, axis: parameter(Spec((*lead, n), (*axes, axis), vectors=True))
+        self.up, self.down = vectors(columns, "mlp"), vectors(cfg.width, "width")
+        self.gate = vectors(columns, "mlp") if cfg.is_gated else None
+
+    def before(self, products: Sequence[jax.Array], sizes, mean_rows: int) -> list[jax.Array]:
+        """The first products of the MLPs, up and gate, with their biases. sizes, mean_rows: as of
+        `_inner`"""
+        vectors = (v for v in (self.up, self.gate) if v is not None)
+        return [
+            biased(y, Bias(_of_experts(v), sizes=sizes), mean_rows, True)
+            for y, v in zip(products, vectors, strict=True)
+        ]
+
+    def after(self, gates: jax.Array | None, sizes=None) -> Bias:
+        """The bias of the last product of rows with these weights."""
+        return Bias(_of_experts(self.down), gates, sizes)
+
+
+def _of_experts(vectors: Parameter) -> jax.Array:
+    """Biases [E, F], or [F] of all shared experts as of one."""
+    return vectors[...].reshape(-1, vectors.shape[-1])
+
+
 class MoE(nnx.Module):
     """Experts, each an MLP of `expert_width` columns, of which a token uses some; and
     `shared_experts` that all tokens use, with one weight a token where they have `shared_weight`
@@ -185,6 +215,8 @@ class MoE(nnx.Module):
         by_token = Spec((d, 1), ("width", "expert"), std=cfg.init_std)
         self.shared_weight = parameter(by_token) if shared and cfg.shared_gate else None
         self.activation = activation_of(cfg)
+        self.biases = Biases(cfg, f, cfg.experts) if "experts" in cfg.biases else None
+        self.shared_biases = Biases(cfg, shared) if shared and "mlp" in cfg.biases else None
 
     def __call__(self, x_BTD, drops: bool = True) -> jax.Array:
         """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` no choice of an
@@ -200,17 +232,20 @@ class MoE(nnx.Module):
         spec = exchange_group.DispatchSpec(
             self.experts, b, t, fills_empty=is_fp8, nodes=self.nodes, mean_rows=mean_rows
         )
-        shared_hidden = None
+        shared_hidden = shared_gates = None
         if self.shared_up is not None:
             # The shared experts' first products overlap with the all-to-all to the experts, in two
             # steps with the one across nodes, their last product with the one back; so do the
             # gradients'. Left to itself XLA overlaps all of them with one of the two, or with the
             # few numbers that routing exchanges.
             x_MERD = dispatch.after_routing(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
-            shared_hidden = self.activation(*_inner(x_MERD, self.shared_up, self.shared_gate))
+            inner = _inner(x_MERD, self.shared_up, self.shared_gate, self.shared_biases)
+            shared_hidden = self.activation(*inner)
             if self.shared_weight is not None:
                 logits_T1 = matmul(flat(gathered_BTD), matrix(self.shared_weight, gathered_BTD))
-                shared_hidden = weigh(shared_hidden, jax.nn.sigmoid(logits_T1).reshape(1, b * t))
+                # in float32, as the weights of choices are
+                shared_gates = jax.nn.sigmoid(logits_T1.astype(jnp.float32)).reshape(1, b * t)
+                shared_hidden = weigh(shared_hidden, shared_gates)
         at_gateways = dispatch.to_gateways(x_MBTD, routing, spec)
         in_steps = isinstance(routing, TwoSteps)
         if shared_hidden is not None and in_steps:
@@ -221,13 +256,17 @@ class MoE(nnx.Module):
             received, shared_hidden = dispatch.behind_one_barrier(received, shared_hidden)
         if shared_hidden is not None:
             shared_hidden = named(MLP_HIDDEN, shared_hidden)
-        inner = _inner(received, self.up, self.gate, routing.sizes, mean_rows)
+        inner = _inner(received, self.up, self.gate, self.biases, routing.sizes, mean_rows)
         hidden = activated(self.activation, inner, gates, routing.sizes, mean_rows)
         hidden = named(MLP_HIDDEN, hidden)
-        y_MBTD = products.product_combined(hidden, _matrices(self.down, hidden), routing, spec)
+        bias = None if self.biases is None else self.biases.after(gates, routing.sizes)
+        down = _matrices(self.down, hidden)
+        y_MBTD = products.product_combined(hidden, down, bias, routing, spec)
         if shared_hidden is not None and self.shared_down is not None:
             down = _matrices(self.shared_down, shared_hidden)
             shared = products.product(shared_hidden, down, None, products.ROWS)
+            if self.shared_biases is not None:
+                shared = biased(shared, self.shared_biases.after(shared_gates), 0, False)
             y_MBTD += shared.reshape(y_MBTD.shape)
         return exchange_group.collect(y_MBTD)
 
@@ -240,14 +279,23 @@ def _matrices(weight: Parameter, x):
 
 
 def _inner(
-    x, up: Parameter, gate: Parameter | None, sizes=None, mean_rows: int = 0
+    x,
+    up: Parameter,
+    gate: Parameter | None,
+    biases: Biases | None,
+    sizes=None,
+    mean_rows: int = 0,
 ) -> list[jax.Array]:
-    """The products of the experts' MLPs before the activation.
+    """The products of the experts' MLPs before the activation, with biases if there are any.
 
     sizes: tokens of each expert, in the order of x; None where all tokens are one expert's
     mean_rows: the mean number of x's rows
     """
     if gate is None:
-        return [named(MLP_IN, products.product(x, _matrices(up, x), sizes, products.COLUMNS))]
-    weights = _matrices(up, x), _matrices(gate, x)
-    return [named(MLP_IN, y) for y in products.two_products(x, *weights, sizes, mean_rows)]
+        results = [products.product(x, _matrices(up, x), sizes, products.COLUMNS)]
+    else:
+        weights = _matrices(up, x), _matrices(gate, x)
+        results = [*products.two_products(x, *weights, sizes, mean_rows)]
+    if biases is not None:
+        results = biases.before(results, sizes, mean_rows)
+    return [named(MLP_IN, y) for y in results]

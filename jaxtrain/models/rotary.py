@@ -32,20 +32,6 @@ from jaxtrain.config import ResolvedModel
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.parallel.attention.heads import orders_by_heads
 
-NOT_ROTATED = -1  # the position of all tokens in a layer without rotary positions
-
-
-def layer_positions(
-    cfg: ResolvedModel, layer: int | jax.Array, positions_BT: jax.Array
-) -> jax.Array:
-    """The positions by which a layer rotates: these, or NOT_ROTATED in one of `nope_layers`. All
-    layers are one program, so the layer's number, `dense_layers` counted first, may be traced."""
-    if not cfg.nope_layers:
-        return positions_BT
-    rotates_L = np.ones(cfg.dense_layers + cfg.layers, bool)
-    rotates_L[list(cfg.nope_layers)] = False
-    return jnp.where(jnp.asarray(rotates_L)[layer], positions_BT, NOT_ROTATED)
-
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
@@ -59,7 +45,7 @@ class Rotary:
         """x rotated by its positions: the two halves of the rotated dimensions are the coordinates,
         angles are float32.
 
-        positions_BT: int32 [B, T] or [1, T]; NOT_ROTATED in a layer without rotary positions.
+        positions_BT: int32 [B, T] or [1, T]
         """
         size, half = self.size, self.size // 2
         angle_BT1H = positions_BT[..., None, None].astype(jnp.float32) * self.frequencies()
@@ -70,9 +56,6 @@ class Rotary:
         )
         if (factor := attention_factor(self.cfg)) != 1:
             cos, sin = cos * factor, sin * factor
-        if self.cfg.nope_layers:
-            stays = positions_BT[..., None, None] == NOT_ROTATED
-            cos, sin = jnp.where(stays, 1.0, cos), jnp.where(stays, 0.0, sin)
         if orders_by_heads():
             return _by_product(x_BTNH, cos, sin)
         a, b = x_BTNH[..., :half].astype(jnp.float32), x_BTNH[..., half:size].astype(jnp.float32)

@@ -4,13 +4,14 @@ the parameter count follow."""
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.devices.sharding import Axes
+from jaxtrain.devices.mesh import MODEL
+from jaxtrain.devices.sharding import RULES, Axes
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -23,11 +24,14 @@ class Spec:
     axes:     a logical axis name for each dimension (sharding.RULES)
     std:      standard deviation of its normal initial values; None with `constant`
     constant: initial value where it is not random
+    init:     the module's own initial values, float32 of `shape` by a key, uint32 [2]: those of one
+        module have one key. In the place of `std` and `constant`
     padded:   shape as held in memory; that of `shape` if not given
     exact:    a matrix that is used in float32, whatever the compute type
     product:  a matrix whose products may be of FP8 (parallel/fp8.py)
     counts:   its "gradient" is a number of tokens, by which the step moves it
         (training/update/balance.py)
+    vectors:  each last dimension is a vector of its own, such as an expert's bias
 
     Raises ValueError for axes that do not fit the shape, and for padding of any dimension but the
     first.
@@ -37,10 +41,12 @@ class Spec:
     axes: tuple[str, ...]
     std: float | None = None
     constant: float = 0.0
+    init: Callable[[jax.Array], jax.Array] | None = dataclasses.field(default=None, compare=False)
     padded: tuple[int, ...] = ()
     exact: bool = False
     product: bool = False
     counts: bool = False
+    vectors: bool = False
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -55,11 +61,15 @@ class Spec:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def shards(self, model: int) -> tuple[int, ...]:
+        """The parts into which so many devices of `model` split each dimension."""
+        return tuple(model if MODEL in RULES[axis] else 1 for axis in self.axes)
+
     @property
     def matrix(self) -> bool:
         """Matrices decay and are cast to the compute type; vectors (norm scales, biases) do
         neither."""
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.vectors
 
     @property
     def cast(self) -> bool:
@@ -80,11 +90,14 @@ class Spec:
         )
 
 
-class CacheSlot(NamedTuple):
-    """One token's place in an array of a cache, in one layer: its shape and logical axes."""
+@dataclasses.dataclass(frozen=True)
+class CacheArray:
+    """An array of a layer's cache, which is zero before the first token: its shape [batch, …], its
+    logical axes, "batch" first, and its type."""
 
     shape: tuple[int, ...]
     axes: Axes
+    dtype: jnp.dtype
 
 
 def is_spec(x: object) -> bool:

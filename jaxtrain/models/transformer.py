@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxtrain.config.groups.layer_kinds import (
     forms_of_kinds,
     kinds_of_layers,
     of_kind,
+    periods_of,
     stacked_kinds,
 )
 from jaxtrain.config.saved_values import ATTENTION_NORM, ATTENTION_OUT, MLP_NORM, MLP_OUT
@@ -38,9 +40,9 @@ from jaxtrain.models.layers import (
     named,
 )
 from jaxtrain.models.moe import MoE
-from jaxtrain.models.rotary import layer_positions
-from jaxtrain.models.spec import CacheSlot, Parameter, Spec, binder, parameter, specs
-from jaxtrain.parallel.dropout import Place, dropout
+from jaxtrain.models.own_module import OwnModule
+from jaxtrain.models.spec import Parameter, Spec, binder, parameter, specs
+from jaxtrain.parallel.dropout import AFTER_ATTENTION, AFTER_MLP, dropout
 from jaxtrain.parallel.tensor import flat, lookup, scattered_products
 
 ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {
@@ -123,7 +125,9 @@ class Block(nnx.Module):
         self.attention_out_norm = Norm(cfg) if after else None
         self.mlp_out_norm = Norm(cfg) if after else None
         self.dropout = cfg.dropout_residual
-        self.attention = ATTENTION[cfg.attention](cfg, residual_std, context)
+        self.attention = (
+            OwnModule(cfg) if cfg.mixer else ATTENTION[cfg.attention](cfg, residual_std, context)
+        )
         self.mlp = (
             MoE(cfg, residual_std, batch_size, expert_nodes)
             if has_experts
@@ -143,7 +147,7 @@ class Block(nnx.Module):
         attended_BTD = named(ATTENTION_OUT, attend(y_BTD))
         if self.attention_out_norm is not None:
             attended_BTD = self.attention_out_norm(attended_BTD)
-        x_BTD = x_BTD + dropout(attended_BTD, noise_BT, Place.ATTENTION_OUT, self.dropout)
+        x_BTD = x_BTD + dropout(attended_BTD, AFTER_ATTENTION, self.dropout, noise_BT)
         if self.mlp_norm is not None:
             y_BTD = named(MLP_NORM, self.mlp_norm(x_BTD))
         elif not self.is_parallel:
@@ -151,20 +155,28 @@ class Block(nnx.Module):
         y_BTD = named(MLP_OUT, mlp(y_BTD))
         if self.mlp_out_norm is not None:
             y_BTD = self.mlp_out_norm(y_BTD)
-        return x_BTD + dropout(y_BTD, noise_BT, Place.MLP_OUT, self.dropout)
+        return x_BTD + dropout(y_BTD, AFTER_MLP, self.dropout, noise_BT)
 
-    def cached(self, x_BTD, positions_BT, cache, start):
-        """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions
-        `start` and on."""
+    def cache_arrays(self, batch: int, slots: int, dtype):
+        """As of generation/decode.py."""
+        return self.attention.cache_arrays(batch, slots, dtype)
+
+    def cached(self, x_BTD, positions_BT, cache, start, count):
+        """As of generation/decode.py."""
 
         def attend(y_BTD):
             nonlocal cache
-            y_BTD, cache = self.attention.cached(y_BTD, positions_BT, cache, start)
+            y_BTD, cache = self.attention.cached(y_BTD, positions_BT, cache, start, count)
             return y_BTD
 
         routed = isinstance(self.mlp, MoE)
         mlp = functools.partial(self.mlp, drops=False) if routed else self.mlp
         return self._residual_sum(x_BTD, attend, mlp), cache
+
+
+def block_of(cfg: ResolvedModel, *args: Any, **settings: Any) -> Block | OwnModule:
+    """A block of one's own, or ours. Arguments as of `Block`."""
+    return OwnModule(cfg) if cfg.block else Block(cfg, *args, **settings)
 
 
 class Predictor(nnx.Module):
@@ -185,7 +197,7 @@ class Predictor(nnx.Module):
     ):
         self.hidden_norm, self.token_norm = Norm(cfg), Norm(cfg)
         self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, bias=False)
-        self.block = Block(cfg, context, batch_size, expert_nodes)
+        self.block = block_of(cfg, context, batch_size, expert_nodes)
 
     def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """Returns the module's residual stream [B, T, D].
@@ -261,6 +273,7 @@ class ModelParts:
         "predictors": {"0": …}, each with the "norm" behind it. Where layers are of several forms
         (config/groups/layer_kinds.py), "layer" is {form: … of one layer}
     blocks: by kind of layer
+    cache_arrays: by kind, the arrays of a layer's cache (generation/decode.py)
     dense_blocks: by kind, blocks without experts, for the layers "first"
     norm: the norm behind a predictor, and the head's
     """
@@ -268,11 +281,12 @@ class ModelParts:
     cfg: ResolvedModel
     specs: dict[str, dict]
     embedder: Callable[[dict], Embedder]
-    dense_blocks: dict[str, Callable[[dict], Block]]
-    blocks: dict[str, Callable[[dict], Block]]
+    dense_blocks: dict[str, Callable[[dict], Block | OwnModule]]
+    blocks: dict[str, Callable[[dict], Block | OwnModule]]
     head: Callable[[dict], Head]
     norm: Callable[[dict], Norm]
     predictor: Callable[[dict], Predictor]
+    cache_arrays: dict[str, Callable[..., Any]]
 
     @property
     def ends(self) -> dict[str, dict]:
@@ -296,11 +310,6 @@ class ModelParts:
         others."""
         form = forms_of_kinds(self.cfg)[kind]
         return self.specs["layer"][form] if form else self.specs["layer"]
-
-    def cache_slots(self) -> tuple[CacheSlot, ...]:
-        """The slots of a cache's arrays, one for each array, on the mesh of this point of the
-        trace."""
-        return ATTENTION[self.cfg.attention].cache_slots(self.cfg)
 
     def capacity(self, prompt: int) -> int:
         """The most tokens that can follow a prompt of this many: a learned position table ends,
@@ -331,11 +340,11 @@ def build(
     embedder, head, norm = Embedder(cfg, padded, vocab), Head(cfg, padded, vocab), Norm(cfg)
     kinds = kinds_of_layers(cfg)
     blocks = {
-        kind: Block(of_kind(cfg, kind), context, batch_size, expert_nodes)
+        kind: block_of(of_kind(cfg, kind), context, batch_size, expert_nodes)
         for kind in dict.fromkeys(kinds[cfg.dense_layers :])
     }
     dense_blocks = {
-        kind: Block(of_kind(cfg, kind), context, dense=True)
+        kind: block_of(of_kind(cfg, kind), context, dense=True)
         for kind in dict.fromkeys(kinds[: cfg.dense_layers])
     }
     forms = {form: specs(blocks[kind]) for kind, form in reversed(forms_of_kinds(cfg).items())}
@@ -358,6 +367,7 @@ def build(
         binder(head),
         binder(norm),
         binder(predictor),
+        {kind: block.cache_arrays for kind, block in {**dense_blocks, **blocks}.items()},
     )
 
 
@@ -384,20 +394,50 @@ def trunk(
     """
     positions_BT = default_positions(tokens_BT) if positions_BT is None else positions_BT
     x_BTD = parts.embedder(params["embed"])(tokens_BT, positions_BT, dtype)
-    kinds = kinds_of_layers(parts.cfg)
-    for i in range(parts.cfg.dense_layers):
-        positions = layer_positions(parts.cfg, i, positions_BT)
-        block = parts.dense_blocks[kinds[i]](params["first"][str(i)])
-        x_BTD = block(x_BTD, positions, segments_BT)
-    (bind,) = parts.blocks.values()
+    for i, kind in enumerate(kinds_of_layers(parts.cfg)[: parts.cfg.dense_layers]):
+        block = parts.dense_blocks[kind](params["first"][str(i)])
+        x_BTD = block(x_BTD, positions_BT, segments_BT)
 
-    def layer(x_BTD, number_and_weights):
-        number, weights = number_and_weights
-        positions = layer_positions(parts.cfg, number, positions_BT)
-        return bind(weights)(x_BTD, positions, segments_BT), None
+    def layer(x_BTD, kind, number, weights):
+        return parts.blocks[kind](weights)(x_BTD, positions_BT, segments_BT)
 
-    numbers = parts.cfg.dense_layers + jnp.arange(parts.cfg.layers)
-    return jax.lax.scan(layer, x_BTD, (numbers, params["layers"]))[0]
+    return through_layers(parts.cfg, params["layers"], x_BTD, layer)
+
+
+def through_layers(cfg: ResolvedModel, layers: dict, carry: Any, layer: Callable) -> Any:
+    """`carry` after all of `model.layers`, each layer(carry, kind, its number among the layers of
+    the kind, its parameters) → carry.
+
+    Whole periods of the kinds (config/groups/layer_kinds.py) are a loop, with a block for each
+    layer of a period in its body. What is left over, and kinds without a period, are unrolled.
+
+    layers: leaves [layers, …], or {form: leaves [layers of the form, …]}
+    """
+    kinds, forms = stacked_kinds(cfg), forms_of_kinds(cfg)
+    form_of_layer = [forms[kind] for kind in kinds]
+    period, trips, rest = periods_of(kinds)
+    size = len(period)
+
+    def run(carry: Any, i: int, trip: Any) -> Any:
+        kind, form = kinds[i], form_of_layer[i]
+        number = kinds[:i].count(kind) + trip * period.count(kind)
+        place = form_of_layer[:i].count(form) + trip * form_of_layer[:size].count(form)
+        weights = jax.tree.map(
+            lambda a: jax.lax.dynamic_index_in_dim(a, place, 0, keepdims=False),
+            layers[form] if form else layers,
+        )
+        return layer(carry, kind, number, weights)
+
+    def whole_period(carry: Any, trip: jax.Array) -> tuple[Any, None]:
+        for i in range(size):
+            carry = run(carry, i, trip)
+        return carry, None
+
+    if trips:
+        carry, _ = jax.lax.scan(whole_period, carry, jnp.arange(trips))
+    for i in range(trips * size, trips * size + len(rest)):
+        carry = run(carry, i, 0)
+    return carry
 
 
 def logits(

@@ -9,68 +9,74 @@ layer.
 Shape suffixes: M microbatches, B sequences, T tokens.
 """
 
-import enum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxtrain.devices.sharding import constrain
 from jaxtrain.parallel.random_bits import combined, mixed
 
+# the places in a model that drop numbers, each with bits of its own
+AFTER_ATTENTION, AFTER_MLP, WEIGHTS, EMBEDDINGS = range(4)
 
-class Place(enum.IntEnum):
-    """The places in a model that drop numbers; a place has bits of its own."""
 
-    ATTENTION_OUT = 0
-    MLP_OUT = 1
-    WEIGHTS = 2
-    EMBEDDING = 3
+class WeightDropout(NamedTuple):
+    """The dropout of attention's weights. A weight is dropped by its query, its head and the
+    distance of query and key: so it does not matter which keys a device has.
+
+    noise_BTN:  uint32, of each query and head
+    position_T: int32, the queries' places among the keys
+    rate:       model.dropout_attention
+    """
+
+    noise_BTN: jax.Array
+    position_T: jax.Array
+    rate: float
+
+    def part(self, queries: slice, first_key: int = 0) -> "WeightDropout":
+        """That of some queries, with keys that begin with this one."""
+        position_T = self.position_T[queries] - first_key
+        return WeightDropout(self.noise_BTN[:, queries], position_T, self.rate)
 
 
 def token_noise(
-    seed: int, step: jax.Array | int, shape: tuple[int, int, int], replicas: int = 1
+    seed: int, step: ArrayLike, shape: tuple[int, int, int], replicas: int = 1
 ) -> jax.Array:
-    """The random numbers of a batch's tokens, uint32 [M, B, T] of this shape. No two tokens of a
-    step have the same.
+    """The random numbers of the tokens of a step's batch, uint32 [M, B, T] of this shape. No two
+    tokens have the same.
 
     replicas: those that train separately, each with consecutive sequences of the global batch
     """
     microbatches, sequences, tokens = shape
     # the places that data/loader.py gives to the sequences of a batch
     of_replicas = np.arange(microbatches * sequences).reshape(replicas, microbatches, -1)
-    places_MB = of_replicas.swapaxes(0, 1).reshape(microbatches, sequences)
-    counter = jnp.asarray(places_MB, jnp.uint32)[..., None] * np.uint32(tokens)
-    counter = counter + jax.lax.broadcasted_iota(jnp.uint32, shape, 2)
-    return combined(combined(mixed(jnp.uint32(seed)), step), counter)
+    first_tokens = of_replicas.swapaxes(0, 1).reshape(microbatches, sequences, 1) * tokens
+    of_tokens = first_tokens.astype(np.uint32) + jnp.arange(tokens, dtype=jnp.uint32)
+    return combined(combined(mixed(jnp.uint32(seed)), step), of_tokens)
 
 
 def layer_noise(extra: tuple, layer: ArrayLike) -> tuple:
-    """What a layer reads beside its input (positions, segments and, in training with dropout, the
-    noise of its tokens), where the noise is that of a layer by its number in the model."""
-    positions_and_segments, noise = extra[:2], extra[2:]
-    return *positions_and_segments, *(combined(a, layer) for a in noise)
+    """What a layer reads beside its input, positions, segments and, in training with dropout, the
+    noise of its tokens, which becomes that of a layer by its number in the model."""
+    return *extra[:2], *(combined(noise, layer) for noise in extra[2:])
 
 
-def keep(noise: jax.Array, index: ArrayLike, rate: float) -> jax.Array:
-    """The mask of the numbers that are not dropped: bool, of the shapes of noise and index,
-    broadcast."""
-    return combined(noise, index) >= np.uint32(rate * 2**32)
-
-
-def dropped(x: jax.Array, kept: jax.Array, rate: float) -> jax.Array:
-    """x where it is kept, divided by the fraction that is kept on average; 0 elsewhere."""
+def dropped(x: jax.Array, noise: jax.Array, index: ArrayLike, rate: float) -> jax.Array:
+    """x divided by 1 − rate, with 0 in the place of a fraction `rate` of its numbers, by the noise
+    and index of each."""
+    kept = combined(noise, index) >= np.uint32(rate * 2**32)
     return jnp.where(kept, x * (1 / (1 - rate)), 0)
 
 
-def dropout(x_BTD: jax.Array, noise_BT: jax.Array | None, place: Place, rate: float) -> jax.Array:
+def dropout(x_BTD: jax.Array, place: int, rate: float, noise_BT: jax.Array | None = None):
     """x after dropout in a place of a layer. noise_BT: of the layer; None: nothing is dropped"""
     if noise_BT is None or not rate:
         return x_BTD
-    index_D = jnp.arange(x_BTD.shape[-1])
-    return dropped(x_BTD, keep(combined(noise_BT, place)[..., None], index_D, rate), rate)
-
-
-def head_noise(noise_BT: jax.Array, heads: int) -> jax.Array:
-    """The noise of attention's weights, by query and head: uint32 [B, T, heads]."""
-    return combined(combined(noise_BT, Place.WEIGHTS)[..., None], jnp.arange(heads))
+    # x is split along the sequence. Without the constraint the partitioner splits the noise for it,
+    # too, and gathers it for attention, which is split by heads.
+    noise_BT = constrain(noise_BT, ("batch", "token"))
+    noise_BT1 = combined(noise_BT, place)[..., None]
+    return dropped(x_BTD, noise_BT1, jnp.arange(x_BTD.shape[-1]), rate)

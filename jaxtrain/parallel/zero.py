@@ -324,6 +324,8 @@ def _shards(reduction: Reduction, sizes: Mapping[str, int]) -> int:
 def _resized(
     shape: tuple[int, ...], reduction: Reduction, resize: Callable[[int], int]
 ) -> tuple[int, ...]:
+    if not reduction.shard_axes:  # a scalar has no dimension to shard
+        return shape
     dim = reduction.axis(len(shape))
     return (*shape[:dim], resize(shape[dim]), *shape[dim + 1 :])
 

@@ -12,6 +12,7 @@ from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.generation.text import sample_text
+from jaxtrain.models.own_module import without_cache
 from jaxtrain.run.files import warned
 from jaxtrain.run.metrics import METRICS, plot_losses
 from jaxtrain.run.next_commands import next_commands
@@ -41,6 +42,9 @@ def log_results(
         cluster.log(line)
     train = config.train
     if not train.sample_tokens:
+        return
+    if without := without_cache(config.model):
+        cluster.log(f"no sample: {without} has no `cached` and `cache_arrays`")
         return
     # From the checkpoint, not from the devices: process 0 samples alone, on one device, and holds
     # only its shards of the state.

@@ -10,8 +10,10 @@ from jaxtrain.config import (
     ConfigError,
     DataConfig,
     FilledConfig,
+    MeshConfig,
     PipelineConfig,
     PrecisionConfig,
+    ResolvedModel,
     TrainConfig,
     fields,
     get,
@@ -112,6 +114,16 @@ def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterat
         )
 
 
+def own_layers_work(
+    model: ResolvedModel, data: DataConfig, mesh: MeshConfig, precision: PrecisionConfig
+) -> Iterator[Violation]:
+    if model.block or model.mixer:
+        # a user's module needs jax, which nothing else here imports
+        from jaxtrain.pipeline.own_layers import violations
+
+        yield from violations(model, data, mesh, precision)
+
+
 def tables_can_be_made(config: FilledConfig) -> Iterator[Violation]:
     """The tables of a config can be made. Only a file's table and a bound on memory can be refused
     (setup.py)."""
@@ -132,6 +144,7 @@ RULES: tuple[SettingsRule, ...] = (
     _tokenizer_exists,
     _schedule_exists,
     _hardware_is_known,
+    own_layers_work,
 )
 # a suggestion has to keep this one too, which may take long
 RULES_WITH_TABLES: tuple[SettingsRule, ...] = (*RULES, tables_can_be_made)

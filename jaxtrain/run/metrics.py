@@ -136,6 +136,12 @@ METRICS = {
         "mean loss of the tokens beyond the next; only with `model.mtp_depth`",
         mean_by_tokens,
     ),
+    "z_loss": Metric(
+        "",
+        "mean of (log Z)² over the batch's weighted tokens, Z the denominator of the softmax of a "
+        "token's logits; only with `train.z_loss`",
+        mean_by_tokens,
+    ),
     "expert_load": Metric(
         "",
         "the busiest expert's load over the mean, in the layer where that is largest; only with "

@@ -31,11 +31,10 @@ from jax import lax
 from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts, add_position_gradient, scaled
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.attention import context
-from jaxtrain.parallel.dropout import Place, dropout, layer_noise
+from jaxtrain.parallel.dropout import EMBEDDINGS, dropout, layer_noise
 from jaxtrain.parallel.tensor import add_lookup_gradient
 from jaxtrain.parallel.zero import (
     Zero,
@@ -48,6 +47,7 @@ from jaxtrain.parallel.zero import (
 )
 from jaxtrain.runtime.loss import (
     LossInputs,
+    LossRule,
     OutputHead,
     VocabularyShard,
     loss_and_gradients,
@@ -208,7 +208,7 @@ class EmbeddingAndHead:
     shared: all stages do an op together, each with its rows of the vocabulary. Arguments that only
         the first or the last stage has may have any value on the others, and results are valid on
         all stages
-    loss_chunk: tokens whose logits may exist at a time
+    loss_chunk: tokens whose logits may exist at a time; loss_rule: the loss of a token
     dtype: of activations
     zero, reductions: how parameters before and after the layers are sharded, and their gradients
         reduced
@@ -220,6 +220,7 @@ class EmbeddingAndHead:
 
     parts: ModelParts
     loss_chunk: int
+    loss_rule: LossRule
     dtype: jnp.dtype
     first_stage: int
     last_stage: int
@@ -287,10 +288,8 @@ class EmbeddingAndHead:
         return x
 
     def _dense_layer(self, i: str, extra, params: Tree, x: jax.Array) -> jax.Array:
-        positions, *others = layer_noise(extra, int(i))
-        positions = layer_positions(self.parts.cfg, int(i), positions)
         kind = kinds_of_layers(self.parts.cfg)[int(i)]
-        return self.parts.dense_blocks[kind](params)(x, positions, *others)
+        return self.parts.dense_blocks[kind](params)(x, *layer_noise(extra, int(i)))
 
     @property
     def _dense_layers(self) -> Iterable[str]:
@@ -313,9 +312,8 @@ class EmbeddingAndHead:
 
     def _dropped(self, constants: Constants, microbatch, x: jax.Array) -> jax.Array:
         """The embeddings, or their gradient, after dropout."""
-        noise = constants.batch.get("noise")
-        noise = None if noise is None else take(noise, microbatch)
-        return dropout(x, noise, Place.EMBEDDING, self.parts.cfg.dropout_embedding)
+        noise = positions_and_segments(constants.batch, microbatch)[2:]
+        return dropout(x, EMBEDDINGS, self.parts.cfg.dropout_embedding, *noise)
 
     def embed_gradient(
         self, sums: ModelTree, constants: Constants, microbatch, g: jax.Array
@@ -375,7 +373,7 @@ class EmbeddingAndHead:
         first_row = self._first_row(table)
         logits = lambda params, x: self.parts.head(params.head)(x, params.table, first_row)
         shard = VocabularyShard(first_row, (STAGE,) if self.shared else ())
-        return OutputHead(logits, self.loss_chunk, shard)
+        return OutputHead(logits, self.loss_chunk, shard, self.loss_rule)
 
     def _head_sums(self, sums: HeadTree, added: HeadTree, reductions: HeadTree) -> HeadTree:
         """The head's gradient sums, from its accumulator `added`."""
@@ -411,7 +409,7 @@ class EmbeddingAndHead:
         """Returns (the state with the microbatch's losses and the head's gradients, the gradient of
         the last unit's output y).
 
-        Of the state it reads and changes `loss`, `mtp_loss` and `gradients`.
+        Of the state it reads and changes `loss`, `further` and `gradients`.
         """
         # The loss and its gradients are one op: no logits wait for a backward.
         params, sums = self._head_params(constants), self._head_tree(state.gradients)
@@ -419,12 +417,13 @@ class EmbeddingAndHead:
         reductions = self._head_tree(self.reductions)
         specs = self._head_tree(ModelTree(**self.parts.ends))
         opened = _opened(self.zero, sums, reductions, specs, self.mesh_sizes)
-        loss, added, g = loss_and_gradients(head, params, opened, inputs)
+        losses, added, g = loss_and_gradients(head, params, opened, inputs)
         embed, predictors = state.gradients.embed, state.gradients.predictors
-        mtp_loss, lookups = state.mtp_loss, []
+        further, lookups = dict(state.further), []
         if self.parts.cfg.mtp_depth:
             predicted = self._predict(state, constants, microbatch, inputs.x_BTD, params, added)
-            predictors, mtp_loss, lookups = predicted.sums, predicted.loss, predicted.lookups
+            predictors, lookups = predicted.sums, predicted.lookups
+            further["mtp_loss"] = predicted.loss
             added, g = predicted.head_sums, g + predicted.by_output
         sums = self._head_sums(sums, added, reductions)
         # The table's sums last: a tied head adds to them, and each module looked tokens up.
@@ -438,8 +437,11 @@ class EmbeddingAndHead:
         )
         # All stages of a shared vocabulary have the same loss, and losses are added up over `stage`
         # after the step. The gradient of y is a sum over the stages' rows of the vocabulary.
-        loss = state.loss + self._on_stage(loss, self.last_stage)
-        state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss, gradients=gradients)
+        losses = jax.tree.map(lambda a: self._on_stage(a, self.last_stage), losses)
+        if losses.z_loss is not None:
+            further["z_loss"] += losses.z_loss
+        loss = state.loss + losses.loss
+        state = dataclasses.replace(state, loss=loss, further=further, gradients=gradients)
         return state, self._sum(g)
 
     # ------------------------------------------------------------------ multi-token prediction
@@ -460,11 +462,13 @@ class EmbeddingAndHead:
         module before. So that norm has two gradients: by the logits, and by the next module.
         """
         head, extra = self._output_head(params), positions_and_segments(constants.batch, microbatch)
+        # a z-loss is of the next token's logits alone
+        head = head._replace(rule=dataclasses.replace(head.rule, z_loss=0.0))
         follow = lambda number, module, norm, y, embedded: self.parts.predictor(module)(
             self.parts.norm(norm)(y), embedded, *layer_noise(extra, number)
         )
         all_reductions, embed = self.reductions.predictors, constants.params.embed
-        loss, stream, norm = state.mtp_loss, y, params.head["norm"]
+        loss, stream, norm = state.further["mtp_loss"], y, params.head["norm"]
         layers = self.parts.cfg.dense_layers + self.parts.cfg.layers
         # Forward through the modules, each followed at once by its loss and the gradients of that:
         # logits of one module exist at a time.
@@ -480,10 +484,10 @@ class EmbeddingAndHead:
             # module's own, whose gradient is in `added` alone.
             opened = head_sums.with_norm(jax.tree.map(jnp.zeros_like, norm))
             inputs = LossInputs(stream, batch["targets"], batch["weights"])
-            added_loss, added, by_stream = loss_and_gradients(
+            losses, added, by_stream = loss_and_gradients(
                 head, params.with_norm(norm), opened, inputs
             )
-            loss, head_sums = loss + added_loss, added.with_norm(head_sums.head["norm"])
+            loss, head_sums = loss + losses.loss, added.with_norm(head_sums.head["norm"])
             modules.append(_Module(d, batch["tokens"], vjp, by_stream, added.head["norm"]))
         # Backward from the last module to the first. `by_next` is the gradient of a module's stream
         # by the module after it, `norm_by_next` that of its norm.

@@ -26,12 +26,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jaxtrain.config import ResolvedModel
 from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names, stacked_kinds
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
-from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, replicas
 from jaxtrain.parallel.attention import context
@@ -42,6 +40,7 @@ from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead, po
 from jaxtrain.runtime.layers.layer_loops import UnitCollectives
 from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.layers.saved_bytes import RuntimeLayer, examples, in_manual_region
+from jaxtrain.runtime.loss import CROSS_ENTROPY, LossRule
 from jaxtrain.runtime.state_plan import ParameterPlan, SlotBytes, UnitPlan
 from jaxtrain.runtime.tick import Accumulate, Tick
 from jaxtrain.runtime.tick_state import Constants, ModelTree, TickState, stage_added
@@ -58,13 +57,14 @@ class Losses:
 
     loss:     the mean over the weighted tokens of the batch, in nats
     tokens:   their number
-    mtp_loss: the mean of the losses of the tokens beyond the next; None in evaluation, and where
-        the model predicts none
+    further:  by the names of their metrics, the objective's other terms without their weights; none
+        in evaluation. mtp_loss, the mean of the losses of the tokens beyond the next; z_loss, the
+        mean of (log Z)² (`LossRule`)
     """
 
     loss: Any
     tokens: Any
-    mtp_loss: Any = None
+    further: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +110,7 @@ class Runtime:
         which F saves; selective, everything but products with weights; none, nothing
     save: the names of the values that selective saves, instead of products, or of the input that
         full saves, in the form of `pipeline.save`
-    loss_chunk: the most tokens whose logits exist at a time
+    loss_chunk: the most tokens whose logits exist at a time; loss_rule: the loss of a token
     compute: dtype of activations
     independent_replicas: each replica has parameters of its own; they, losses and gradients have a
         leading dimension [replicas]
@@ -131,6 +131,7 @@ class Runtime:
     remat: Remat = Remat("full")
     save: tuple[str, ...] = ()
     loss_chunk: int = 2048
+    loss_rule: LossRule = CROSS_ENTROPY
     compute: jnp.dtype = jnp.dtype("float32")
     independent_replicas: bool = False
     offload_activations: bool = False
@@ -158,7 +159,7 @@ class Runtime:
         columns: TickColumns | None = None,
         step: jax.Array | int = 0,
     ) -> LossesAndGradients:
-        """The losses of a batch and the gradients of `loss` and the weighted `mtp_loss`.
+        """The losses of a batch and the gradients of the loss with its weighted further terms.
 
         Args:
           params, batch: as for `losses`.
@@ -166,7 +167,7 @@ class Runtime:
             None: the table's.
           step: the number of steps before this one, on which dropout depends.
         """
-        losses = Losses(P(), P(), P() if self.parts.cfg.mtp_depth else None)
+        losses = Losses(P(), P(), dict.fromkeys(self._further_weights, P()))
         # before sequences are split over `context`: the next token may be on another device
         batch = self._with_noise(look_ahead(batch, self.parts.cfg.mtp_depth), step)
         columns = self._columns(batch) if columns is None else columns
@@ -192,8 +193,8 @@ class Runtime:
         """
         batch = self._with_noise(look_ahead(batch, self.parts.cfg.mtp_depth), step)
         specs = values_specs(stored, self._parameters.stored_specs().present())
-        mtp_loss = P() if self.parts.cfg.mtp_depth else None
-        out_specs = StepsResults(P(), Losses(P(), P(), mtp_loss), P(), P(), specs)
+        losses = Losses(P(), P(), dict.fromkeys(self._further_weights, P()))
+        out_specs = StepsResults(P(), losses, P(), P(), specs)
         body, columns = functools.partial(self._several_steps, rules), self._columns(batch)
         return self._in_manual_region(body, params, batch, columns, out_specs, (stored, specs))
 
@@ -214,15 +215,11 @@ class Runtime:
         numbers: an array like the others, whose shards a device has with its tokens."""
         if not has_dropout(self.parts.cfg):
             return batch
-        shape, steps = batch["tokens"].shape, self.slotted.table.steps if self.slotted else 1
-        replicas_apart = replicas.count(self.mesh) if self.independent_replicas else 1
-        of_step = functools.partial(
-            token_noise,
-            self.seed,
-            shape=(shape[0] // steps, *shape[1:]),
-            replicas=replicas_apart,
-        )
-        return {**batch, "noise": jnp.concatenate([of_step(first_step + i) for i in range(steps)])}
+        steps = self.slotted.table.steps if self.slotted else 1
+        shape = (batch["tokens"].shape[0] // steps, *batch["tokens"].shape[1:])
+        separate = replicas.count(self.mesh) if self.independent_replicas else 1
+        of_steps = [token_noise(self.seed, first_step + i, shape, separate) for i in range(steps)]
+        return {**batch, "noise": jnp.concatenate(of_steps)}
 
     # ------------------------------------------------------------------ plans, without arrays
 
@@ -320,11 +317,11 @@ class Runtime:
         self, params: dict, batch: dict, columns: TickColumns
     ) -> LossesAndGradients:
         constants, tokens = self._constants(params, batch)
-        mtp_loss = jnp.zeros(()) if self.parts.cfg.mtp_depth else None
+        further = {name: jnp.zeros(()) for name in self._further_weights}
         sums = self._parameters.zero_sums(constants.params)
         # Weights are divided by the number of tokens, so that the sums over microbatches and
         # devices are the mean loss and its gradients.
-        state = TickState(jnp.zeros(()), mtp_loss, sums, self._parameters.zero_shards(sums))
+        state = TickState(jnp.zeros(()), further, sums, self._parameters.zero_shards(sums))
         state = self._scan(constants, state, columns)
         loss, sums = self._sum(state.loss), state.gradients
         if self.zero.reduces_in_last:
@@ -332,10 +329,8 @@ class Runtime:
             sums = dataclasses.replace(sums, layers=state.reduced.layers)
         with jax.named_scope("reduce_gradients"):
             gradients = self._parameters.reduced(stage_added(sums.present()))
-        # The sum is weighted as in the objective; the reported loss is not.
-        if mtp_loss is not None:
-            mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
-        return LossesAndGradients(Losses(loss, tokens, mtp_loss), gradients)
+        further = self._unweighted(jax.tree.map(self._sum, state.further))
+        return LossesAndGradients(Losses(loss, tokens, further), gradients)
 
     def _several_steps(
         self,
@@ -348,23 +343,33 @@ class Runtime:
         assert self.slotted
         steps = self.slotted.table.steps
         constants, tokens = self._constants(params, batch)
-        loss, mtp_loss = jnp.zeros(steps), jnp.zeros(steps) if self.parts.cfg.mtp_depth else None
+        loss, further = jnp.zeros(steps), {name: jnp.zeros(steps) for name in self._further_weights}
         sums = self._parameters.zero_sums(constants.params)
         updates = Updates(rules, self._parameters, self._sum, self.mesh.shape[MODEL])
-        layers, ends, checks = updates.begin(stored, loss, mtp_loss)
+        layers, ends, checks = updates.begin(stored, loss, further)
         # Updates change the parameters, so the state carries them; as constants of the scan they
         # would stay as they were before the first step.
         groups: dict[str, Any] = {"layers": layers, "ends": ends, "checks": checks}
-        state = TickState(loss, mtp_loss, sums, params=constants.params, **groups)
+        state = TickState(loss, further, sums, params=constants.params, **groups)
         constants = dataclasses.replace(constants, params=ModelTree())
         state = self._scan(constants, state, columns, updates)
         checks = state.checks
-        if mtp_loss is not None:
-            mtp_loss = checks.mtp_loss / self.parts.cfg.mtp_weight
-        losses, (gradient_norms, norms) = Losses(checks.loss, tokens, mtp_loss), checks.norms
+        losses = Losses(checks.loss, tokens, self._unweighted(checks.further))
+        gradient_norms, norms = checks.norms
         return StepsResults(
             checks.accepted_steps, losses, gradient_norms, norms, updates.end(state)
         )
+
+    @property
+    def _further_weights(self) -> dict[str, float]:
+        """The weights of the objective's terms beside the loss, those that there are."""
+        mtp = self.parts.cfg.mtp_weight if self.parts.cfg.mtp_depth else 0.0
+        weights = {"mtp_loss": mtp, "z_loss": self.loss_rule.z_loss}
+        return {name: weight for name, weight in weights.items() if weight}
+
+    def _unweighted(self, further: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The terms as they are reported, from sums that are weighted as in the objective."""
+        return {name: further[name] / weight for name, weight in self._further_weights.items()}
 
     def _sum(self, loss: jax.Array) -> jax.Array:
         """The sum of a loss over all devices that have a term of it."""
@@ -416,6 +421,7 @@ class Runtime:
         ends = EmbeddingAndHead(
             self.parts,
             self.loss_chunk,
+            self.loss_rule,
             self.compute,
             self.placement.stage_of[0],
             self.placement.stage_of[-1],
@@ -434,7 +440,7 @@ class Runtime:
             unit,
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
-            functools.partial(_extra_of_layer, cfg) if cfg.nope_layers or extra[2:] else None,
+            functools.partial(_extra_of_layer, cfg.dense_layers) if extra[2:] else None,
             stacked_kinds(cfg),
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
@@ -457,12 +463,9 @@ def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
     return dataclasses.replace(ticks, columns=columns)
 
 
-def _extra_of_layer(cfg: ResolvedModel, extra, layer):
+def _extra_of_layer(dense_layers: int, extra, layer):
     """What a layer reads beside its input; `layer` counts from the first after the dense ones."""
-    # Some layers have no rotary positions (`nope_layers`), and a unit's layers are one loop: the
-    # layer's number decides inside of it.
-    positions, *others = layer_noise(extra, cfg.dense_layers + layer)
-    return layer_positions(cfg, cfg.dense_layers + layer, positions), *others
+    return layer_noise(extra, dense_layers + layer)
 
 
 def _scaled_to(

@@ -193,7 +193,7 @@ def update_ops(updates: Updates) -> list[TickOp]:
         ),
         TickOp(
             CHECK_STEP,
-            TickState(loss=True, mtp_loss=True, layers=True, ends=True, checks=True),
+            TickState(loss=True, further=True, layers=True, ends=True, checks=True),
             Constants(),
             lambda state, _, columns: updates.check(state, columns.checked_step),
         ),
@@ -352,7 +352,7 @@ class EndOps:
         uses_table = cfg.tied_embeddings or predicts
         head = TickState(
             loss=True,
-            mtp_loss=predicts,
+            further=True,
             gradients=ModelTree(uses_table, head=True, predictors=predicts),
             pools=merged(inputs, gradients),
         )
@@ -403,18 +403,18 @@ class EndOps:
         unit's output in its slot."""
         slot, pools = columns.slots.head_gradient, state.pools
         y = read_at(pools.activation, columns.slots.head_activation)
-        of_all, microbatch = (state.loss, state.mtp_loss), columns.head_microbatch
+        of_all, microbatch = (state.loss, state.further), columns.head_microbatch
         if self.table.steps > 1:
             # The table has the losses of each step: [steps]. A microbatch adds to its step's.
             step = microbatch // self.table.microbatches_per_step
             of_step = lambda a: lax.dynamic_index_in_dim(a, step, keepdims=False)
-            loss, mtp_loss = jax.tree.map(of_step, of_all)
-            state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
+            loss, further = jax.tree.map(of_step, of_all)
+            state = dataclasses.replace(state, loss=loss, further=further)
         state, g = self.ends.loss_and_gradients(state, constants, microbatch, y)
         if self.table.steps > 1:
             put_back = lambda of_steps, a: lax.dynamic_update_index_in_dim(of_steps, a, step, 0)
-            loss, mtp_loss = jax.tree.map(put_back, of_all, (state.loss, state.mtp_loss))
-            state = dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
+            loss, further = jax.tree.map(put_back, of_all, (state.loss, state.further))
+            state = dataclasses.replace(state, loss=loss, further=further)
         g = self._on_stage(g, read_at(pools.gradient, slot), self.ends.last_stage)
         pools = dataclasses.replace(pools, gradient=write_at(pools.gradient, g, slot))
         return dataclasses.replace(state, pools=pools)

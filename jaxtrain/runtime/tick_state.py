@@ -113,14 +113,14 @@ class GroupState(NamedTuple):
 class Checks(NamedTuple):
     """The results of the checked steps of a table of several steps, the same on all devices.
 
-    loss, mtp_loss: float32 [steps], summed over all devices
+    loss, further: float32 [steps] each, summed over all devices
     norms: float32 [2, steps], of the gradients and of the updated parameters
     accepted_steps: int32, the steps before the first one that was to be clipped or skipped
     rejected: bool, True after such a step; the ticks after it run no op
     """
 
     loss: jax.Array
-    mtp_loss: Maskable
+    further: Maskable
     norms: jax.Array
     accepted_steps: jax.Array
     rejected: jax.Array
@@ -131,8 +131,10 @@ class Checks(NamedTuple):
 class TickState:
     """The state that the scan over the ticks carries, on each device.
 
-    loss, mtp_loss: float32, the sums so far of the losses of the next tokens, and of those beyond;
-        scalars, or [steps] where a table has several steps
+    loss: float32, the sum so far of the losses of the next tokens; a scalar, or [steps] where a
+        table has several steps
+    further: the same of the objective's other terms, by the names of their metrics: mtp_loss, of
+        the tokens beyond the next, and z_loss
     gradients: float32 sums, of one step
     reduced: this device's shards of the layers' sums over `data`, where the last W computes them
     buffers: name (schedule/columns.py) → one message [B, T, D]: `up` and `down` leave to the next
@@ -146,7 +148,7 @@ class TickState:
     """
 
     loss: Maskable = None
-    mtp_loss: Maskable = None
+    further: Maskable = dataclasses.field(default_factory=dict)
     # added to by the cells' W, the head and the embedding's gradient
     gradients: ModelTree = ModelTree()
     reduced: ModelTree = ModelTree()

@@ -173,9 +173,9 @@ class Updates:
         self.ends = GroupUpdate("ends", ends, rules.ends, parameters)
 
     def begin(
-        self, state: ValuesAndOptimizer, loss: jax.Array, mtp_loss: jax.Array | None
+        self, state: ValuesAndOptimizer, loss: jax.Array, further: dict[str, jax.Array]
     ) -> tuple[GroupState, GroupState, Checks]:
-        """The states of layers, ends and checks before the first tick. loss, mtp_loss: [steps],
+        """The states of layers, ends and checks before the first tick. loss, further: [steps],
         0"""
         steps = loss.shape[0]
 
@@ -189,7 +189,7 @@ class Updates:
         return (
             group(layers, state.layers),
             group(ends, state.ends),
-            Checks(loss, mtp_loss, jnp.zeros((2, steps)), jnp.int32(0), jnp.array(False)),
+            Checks(loss, further, jnp.zeros((2, steps)), jnp.int32(0), jnp.array(False)),
         )
 
     def check(self, state: TickState, step: jax.Array) -> TickState:
@@ -201,19 +201,19 @@ class Updates:
         norms = norms_of(of_step)
         losses = jax.tree.map(
             lambda a: self._sum_losses(lax.dynamic_index_in_dim(a, step, keepdims=False)),
-            (state.loss, state.mtp_loss),
+            (state.loss, state.further),
         )
         # The loss and the norm are sums over all devices, so all accept the same steps, and no
         # device waits for one that has ended the table.
         accepted = self._accepts(losses[0], norms[0])
-        loss, mtp_loss = jax.tree.map(
+        loss, further = jax.tree.map(
             lambda of_steps, a: lax.dynamic_update_index_in_dim(of_steps, a, step, 0),
-            (state.checks.loss, state.checks.mtp_loss),
+            (state.checks.loss, state.checks.further),
             losses,
         )
         checks = Checks(
             loss,
-            mtp_loss,
+            further,
             lax.dynamic_update_index_in_dim(state.checks.norms, norms, step, 1),
             state.checks.accepted_steps + accepted.astype(jnp.int32),
             ~accepted,

@@ -8,6 +8,7 @@ model. So a layer has the same key wherever a placement puts it, and whatever ot
 """
 
 import zlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,14 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
     depends on seed, name and layer only. use: a number for any use but the initial values"""
 
     # On the host: as a part of the program of the values they would take as long to compile as it.
-    def keys_of(path: tuple) -> np.ndarray:
+    def keys_of(path: tuple, s: Spec) -> np.ndarray:
         layers, stack = _layers(layout, path), layout.stack_of(path)
         # Without the unit and the form. crc32, as Python's own hash of a text differs between
         # processes.
         in_layer = path[3:] if stack and stack.form else path[2:]
-        text = jax.tree_util.keystr((path[0], *in_layer) if stack else path)
+        # A module of one's own draws all of its parameters by one key.
+        in_layer = in_layer if s.init is None else ()
+        text = jax.tree_util.keystr((*path[: 1 if stack else 2], *in_layer))
         name = zlib.crc32(text.encode())
         keys = [
             np.random.SeedSequence([seed, name, int(layer), *use]).generate_state(2)
@@ -38,7 +41,7 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
         return np.array(keys, np.uint32).reshape(*layers.shape, 2)
 
     leaves = jax.tree_util.tree_leaves_with_path(layout.specs, is_leaf=is_spec)
-    return [keys_of(path) for path, _ in leaves]
+    return [keys_of(path, s) for path, s in leaves]
 
 
 def initial_values(layout: ParameterLayout, keys: list[jax.Array]) -> dict:
@@ -51,27 +54,35 @@ def initial_values(layout: ParameterLayout, keys: list[jax.Array]) -> dict:
     groups: dict[tuple, list[int]] = {}
     values = {}
     for i, (path, s) in enumerate(leaves):
-        if s.std is None:
+        if s.init is not None:
+            values[i] = _in_used_places(layout, path, s, _drawn(s.init, s, keys[i]))
+        elif s.std is None:
             constant = jnp.full(s.padded, s.constant, jnp.float32)
             values[i] = _in_used_places(layout, path, s, constant)
         else:
             lead = keys[i].shape[:-1]
             group = s.shape, s.padded, lead, restricted(spec(s.axes), split_axes)
             groups.setdefault(group, []).append(i)
-    for (_, _, lead, _), members in groups.items():
+    for members in groups.values():
         like = leaves[members[0]][1]  # all members are drawn alike
         draw = lambda key, s=like: s.draw(jax.random.wrap_key_data(key, impl="threefry2x32"))
-        for _ in (None, *lead):  # over the members, and over stages and layers of a stack
-            draw = jax.vmap(draw)
-        # The barrier separates the noise's last factor and `std`: XLA merges the two on some
-        # layouts, and rounds differently.
-        noise = lax.optimization_barrier(draw(jnp.stack([keys[i] for i in members])))
-        # Without the constraint XLA draws all numbers on every device and then cuts out its shard.
-        noise = constrain(noise, (None, *("stage", "layer")[: len(lead)], *like.axes))
+        noise = _drawn(draw, like, jnp.stack([keys[i] for i in members]), lead=1)
         for n, i in enumerate(members):
             path, s = leaves[i]
             values[i] = _in_used_places(layout, path, s, noise[n] * s.std)
     return jax.tree.unflatten(tree, [values[i] for i in range(len(leaves))])
+
+
+def _drawn(draw: Callable, s: Spec, keys: jax.Array, lead: int = 0) -> jax.Array:
+    """The values `draw(key)` of all keys [*lead, *stages and layers of a stack, 2]."""
+    stack = keys.ndim - 1 - lead
+    for _ in keys.shape[:-1]:
+        draw = jax.vmap(draw)
+    # The barrier separates the noise's last factor and `std`: XLA merges the two on some layouts,
+    # and rounds differently.
+    values = lax.optimization_barrier(draw(keys))
+    # Without the constraint XLA draws all numbers on every device and then cuts out its shard.
+    return constrain(values, (*(None,) * lead, *("stage", "layer")[:stack], *s.axes))
 
 
 def _layers(layout: ParameterLayout, path: tuple) -> np.ndarray:

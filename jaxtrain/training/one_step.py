@@ -163,7 +163,7 @@ class OneStep:
             grad_norm=norm,
             learning_rate=rate(updates_made(optimizer_state) if self.skips else step),
             weighted_tokens=losses.tokens,
-            mtp_loss=losses.mtp_loss,
+            **losses.further,
             expert_load=balance.expert_load(specs, with_counts),
             dropped=balance.dropped(specs, with_counts),
         )

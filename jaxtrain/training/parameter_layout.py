@@ -35,7 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxtrain.config import OptimizerConfig, PrecisionConfig, ResolvedModel
 from jaxtrain.config.groups.layer_kinds import forms_of_layers
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import AXES, DATA, MODEL, REPLICA, psum
@@ -349,7 +349,7 @@ class ParameterLayout:
         """A pytree like the optimizer's state: of_parameter(array) for the arrays that belong to
         one parameter, of_others(abstract array) for those that all share, such as counts of
         updates."""
-        record = OPTIMIZERS[self.optimizer.name]
+        record = record_of(self.optimizer.name)
         tree: Any  # jax's type of a structure has no methods for mypy
         specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
         paths = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_spec)

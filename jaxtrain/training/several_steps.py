@@ -118,8 +118,8 @@ class StepsTogether:
             learning_rate=jnp.stack([rate(count + i) for i in range(steps)]),
             weighted_tokens=losses.tokens,
             param_norm=results.norms,
-            mtp_loss=losses.mtp_loss,
             skipped=skipped,
+            **losses.further,
         )
         return after, metrics, results.accepted_steps
 

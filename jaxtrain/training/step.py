@@ -43,6 +43,8 @@ from jaxtrain.parallel import replicas
 from jaxtrain.parallel.fp8 import fp8_of
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.runtime.loss import LossRule
+from jaxtrain.runtime.own_loss import read_loss
 from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.runtime.state_plan import SlotBytes
 from jaxtrain.training.initial_values import random_keys
@@ -56,7 +58,7 @@ from jaxtrain.training.state import (
     bytes_per_device,
 )
 from jaxtrain.training.update import diloco
-from jaxtrain.training.update.optimizer import Optimizer
+from jaxtrain.training.update.optimizer import Optimizer, check_own
 from jaxtrain.training.update.streamed_update import StreamedStep, streamed_step
 
 # Random keys are for initial values, or for this use (initial_values.random_keys).
@@ -225,6 +227,8 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     # First what may be refused: tables of large pipelines take seconds.
     _check_host_memory(parallel, config.pipeline.save, mesh)
+    check_own(config.optimizer)
+    own_loss = read_loss(config.train.loss, model.vocab_size)
     setup = setup or make_setup(config)
 
     # The state: where parameters lie, and the optimizer that updates them.
@@ -256,6 +260,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
         fp8=fp8_of(precision, layout.independent_replicas),
         collective_matmul=parallel.collective_matmul,
         seed=config.train.seed,
+        loss_rule=LossRule(config.train.z_loss, own_loss, model.vocab_size),
     )
     # remat, saved values and offload are about the backward, which evaluation has not.
     runtime = runtime_of(

@@ -143,8 +143,20 @@ KEY_HEADS_GIVEN = divisor("num_attention_heads")
 def window(chance: Chance, values: Values) -> Any:
     """A window that is longer than the positions and the sequences compared, none, or a shorter
     one."""
-    longest = max(100, values["max_position_embeddings"])
-    return chance.choice([None, None, None, longest, longest + 5, 8, 4096])
+    return chance.choice([None, values["max_position_embeddings"] + 5, 1, 2, 7, 8, 31, 40, 4096])
+
+
+def types(chance: Chance, values: Values) -> list[str]:
+    """The types of layers."""
+    return [chance.choice(TYPES) for _ in range(values["num_hidden_layers"])]
+
+
+TYPES = ("full_attention", "sliding_attention")
+WINDOWS: Mapping[str, Draw] = {
+    "num_hidden_layers": some(1, 2, 3, 5, 7),
+    "sliding_window": lambda chance, v: window(chance, v) or MISSING,
+    "layer_types": maybe(types, 0.4),
+}
 
 
 EXPERTS_OF_GROUPS: Mapping[str, Draw] = {
@@ -157,7 +169,7 @@ EXPERTS_OF_GROUPS: Mapping[str, Draw] = {
     "moe_intermediate_size": between(1, 24),
     "n_shared_experts": some(1, 1, 2, 3),
     "routed_scaling_factor": some(1.0, 2.5, 0.5),
-    "first_k_dense_replace": lambda chance, v: chance.randint(0, v["num_hidden_layers"] - 1),
+    "first_k_dense_replace": lambda chance, v: chance.randint(0, v["num_hidden_layers"]),
     "norm_topk_prob": flag(0.7),
     "num_nextn_predict_layers": maybe(mostly(0, 1, likely=0.9), 0.7),
     "output_router_logits": maybe(flag(), 0.1),
@@ -177,6 +189,23 @@ LATENTS: Mapping[str, Draw] = {
     "ep_size": maybe(some(1), 0.3),
     "moe_layer_freq": maybe(some(1), 0.3),
     "pretraining_tp": maybe(some(1), 0.3),
+}
+
+GEMMA: Mapping[str, Draw] = {
+    "num_key_value_heads": KEY_HEADS_GIVEN,
+    "head_dim": some(2, 4, 6, 8, 10, 16),
+    **{name: draw for name, draw in SHARED.items() if name != "hidden_act"},
+    "hidden_activation": mostly("gelu_pytorch_tanh", "gelu", "silu", likely=0.95),
+    "query_pre_attn_scalar": between(1, 20),
+    "final_logit_softcapping": maybe(some(None, 3.0, 30.0)),
+    "attention_bias": maybe(flag(0.3)),
+}
+COHERE: Mapping[str, Draw] = {
+    "num_key_value_heads": KEY_HEADS,
+    **{name: draw for name, draw in SHARED.items() if name != "rms_norm_eps"},
+    "layer_norm_eps": EPSILONS,
+    "logit_scale": maybe(some(0.0625, 0.25, 1.0, 2)),
+    "attention_bias": maybe(flag(0.3)),
 }
 
 # --- the families ---------------------------------------------------------------------------------
@@ -216,9 +245,12 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "num_attention_heads": heads_that_divide,
         "num_key_value_heads": KEY_HEADS,
         **SHARED,
-        "use_sliding_window": maybe(flag(0.15)),
+        "use_sliding_window": maybe(flag()),
         "sliding_window": maybe(window),
         "max_window_layers": maybe(between(0, 4)),
+        "layer_types": maybe(
+            lambda chance, v: types(chance, v) if v.get("use_sliding_window") else MISSING
+        ),
         "head_dim": maybe(head_dim, 0.1),
     },
     "qwen3": {
@@ -227,9 +259,12 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "head_dim": some(2, 4, 6, 8, 10, 16),
         **SHARED,
         "attention_bias": maybe(flag(0.3)),
-        "use_sliding_window": maybe(flag(0.1)),
+        "use_sliding_window": maybe(flag()),
         "sliding_window": maybe(window),
         "max_window_layers": maybe(between(0, 4)),
+        "layer_types": maybe(
+            lambda chance, v: types(chance, v) if v.get("use_sliding_window") else MISSING
+        ),
     },
     "qwen3_moe": {
         **SIZES,
@@ -237,16 +272,16 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "head_dim": head_dim,
         **SHARED,
         "attention_bias": maybe(flag(0.3)),
-        "use_sliding_window": maybe(flag(0.1)),
+        "use_sliding_window": maybe(flag()),
         "sliding_window": maybe(window),
         "max_window_layers": maybe(between(0, 4), 0.3),
         "moe_intermediate_size": between(1, 24),
         "num_experts": between(1, 8),
         "num_experts_per_tok": lambda chance, v: chance.randint(1, v["num_experts"]),
         "norm_topk_prob": flag(),
-        "decoder_sparse_step": mostly(1, 2, likely=0.85),
+        "decoder_sparse_step": some(1, 1, 2, 3),
         "mlp_only_layers": lambda chance, v: chance.choice(
-            [MISSING, None, [], [], [0], list(range(chance.randint(0, v["num_hidden_layers"] - 1)))]
+            [MISSING, None, [], [], [0], [chance.randint(0, v["num_hidden_layers"])]]
         ),
         "router_aux_loss_coef": maybe(some(0.001)),
         "output_router_logits": maybe(flag(0.3)),
@@ -300,7 +335,7 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         # transformers takes the rotated part of these as complex numbers, which have even strides
         "kv_lora_rank": some(2, 6, 12, 20),
         "qk_nope_head_dim": some(2, 4, 10),
-        "mlp_bias": maybe(flag(0.1)),
+        "mlp_bias": maybe(flag(0.3)),
     },
     "deepseek_v3": {
         **SIZES,
@@ -310,6 +345,113 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "rope_interleave": maybe(flag(0.7)),
         "scoring_func": maybe(some("sigmoid")),
         "topk_method": maybe(some("noaux_tc")),
+    },
+    "gemma2": {
+        **SIZES,
+        "num_attention_heads": heads_that_divide,
+        **GEMMA,
+        **WINDOWS,
+        "attn_logit_softcapping": maybe(some(None, 5.0, 50.0)),
+        "cache_implementation": maybe(some("hybrid")),
+    },
+    "gemma3_text": {
+        **SIZES,
+        "num_attention_heads": heads_that_divide,
+        **GEMMA,
+        **WINDOWS,
+        "sliding_window_pattern": maybe(between(1, 4)),
+        "attn_logit_softcapping": maybe(some(None)),
+    },
+    "gpt_oss": {
+        **SIZES,
+        "num_key_value_heads": KEY_HEADS_GIVEN,
+        "head_dim": some(2, 4, 6, 8, 10, 16),
+        **SHARED,
+        **WINDOWS,
+        "attention_bias": maybe(flag()),
+        "num_local_experts": between(1, 8),
+        "num_experts_per_tok": lambda chance, v: chance.randint(1, v["num_local_experts"]),
+        "swiglu_limit": maybe(some(7.0, 1.0, 2)),
+        "swiglu_alpha": maybe(some(1.702, 1.0), 0.3),
+        "initial_context_length": maybe(some(16)),
+        "router_aux_loss_coef": maybe(some(0.9)),
+    },
+    "olmo2": {
+        **SIZES,
+        "num_attention_heads": heads_that_divide,
+        "num_key_value_heads": KEY_HEADS,
+        **SHARED,
+        "attention_bias": maybe(flag(0.3)),
+    },
+    "olmo3": {
+        **SIZES,
+        "num_attention_heads": heads_that_divide,
+        "num_key_value_heads": KEY_HEADS,
+        **SHARED,
+        **WINDOWS,
+        "attention_bias": maybe(flag(0.3)),
+    },
+    "phi3": {
+        **SIZES,
+        "num_attention_heads": heads_that_divide,
+        "num_key_value_heads": KEY_HEADS,
+        **SHARED,
+        "sliding_window": maybe(window),
+        "partial_rotary_factor": maybe(some(0.5, 0.75, 1.0), 0.4),
+        "original_max_position_embeddings": maybe(some(16, 4096)),
+        "pad_token_id": some(None, 0),
+        "resid_pdrop": maybe(some(0.0, 0.1)),
+        "embd_pdrop": maybe(some(0.0)),
+    },
+    "cohere": {
+        **SIZES,
+        "num_attention_heads": heads_that_divide,
+        **COHERE,
+        "use_qk_norm": maybe(flag(0.1)),
+    },
+    "cohere2": {
+        **SIZES,
+        "num_attention_heads": heads_that_divide,
+        **COHERE,
+        **WINDOWS,
+        "sliding_window_pattern": maybe(between(1, 4)),
+        "position_embedding_type": maybe(some("rope_gptj"), 0.2),
+    },
+    "qwen3_next": {
+        **SIZES,
+        "num_key_value_heads": KEY_HEADS_GIVEN,
+        "head_dim": some(8, 16),
+        **SHARED,
+        "attention_bias": maybe(flag(0.3)),
+        "partial_rotary_factor": maybe(some(0.25, 0.5, 1.0)),
+        "num_hidden_layers": some(1, 2, 3, 5, 7),
+        "full_attention_interval": maybe(between(1, 4)),
+        "layer_types": maybe(
+            lambda chance, v: [
+                chance.choice(["linear_attention", "full_attention"])
+                for _ in range(v["num_hidden_layers"])
+            ],
+            0.4,
+        ),
+        "linear_num_key_heads": between(1, 3),
+        "linear_num_value_heads": lambda chance, v: (
+            v["linear_num_key_heads"] * chance.randint(1, 3)
+        ),
+        "linear_key_head_dim": between(2, 8),
+        "linear_value_head_dim": between(2, 8),
+        "linear_conv_kernel_dim": between(1, 5),
+        "moe_intermediate_size": between(1, 24),
+        "shared_expert_intermediate_size": lambda chance, v: (
+            v["moe_intermediate_size"] * chance.randint(1, 2)
+        ),
+        "num_experts": between(1, 8),
+        "num_experts_per_tok": lambda chance, v: chance.randint(1, v["num_experts"]),
+        "norm_topk_prob": flag(),
+        "decoder_sparse_step": some(1, 1, 2),
+        "mlp_only_layers": lambda chance, v: chance.choice(
+            [MISSING, None, [], [0], [chance.randint(0, v["num_hidden_layers"])]]
+        ),
+        "router_aux_loss_coef": maybe(some(0.001)),
     },
     "gpt2": {
         "vocab_size": VOCABULARY,
@@ -350,6 +492,15 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 # Sizes whose defaults would make a model of gigabytes, or which other draws need.
@@ -357,7 +508,8 @@ SMALL = frozenset(
     "hidden_size intermediate_size moe_intermediate_size n_embd num_hidden_layers vocab_size "
     "num_attention_heads n_head kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim "
     "n_group topk_group num_experts_per_tok n_routed_experts num_experts num_local_experts "
-    "n_positions n_layer head_dim pad_token_id".split()
+    "n_positions n_layer head_dim pad_token_id linear_num_key_heads linear_num_value_heads "
+    "shared_expert_intermediate_size".split()
 )
 # Fields that nobody knows, or which only other families have.
 UNKNOWN: Mapping[str, Draw] = {
@@ -426,6 +578,24 @@ def rotary(chance: Chance) -> Values:
     )
 
 
+def rotary_by_type(chance: Chance, local_field: str) -> Values:
+    """The fields of rotary positions that go by the type of a layer, in one of their forms.
+
+    local_field: of the older form, with the base of layers with a window; "" if there is none
+    """
+    if chance.random() < 0.5:
+        flat = rotary(chance)
+        values = {name: v for name, v in flat.items() if name != "rope_parameters"}
+        local = {local_field: chance.choice([10000.0, 300])} if chance.random() < 0.5 else {}
+        return values | (local if local_field else {})
+    nested = {}
+    for kind in TYPES:
+        if chance.random() < 0.9:
+            one = rotary(chance).get("rope_parameters") or {"rope_type": "default"}
+            nested[kind] = one | {"rope_theta": chance.choice([10000.0, 500, 1e6])}
+    return {"rope_parameters": nested}
+
+
 # --- a case ---------------------------------------------------------------------------------------
 
 
@@ -436,7 +606,11 @@ def draw(family: str, seed: int, number: int) -> Case:
     for field, draw_value in FAMILIES[family].items():
         if (value := draw_value(chance, values)) is not MISSING:
             values[field] = value
-    if family != "gpt2":
+    if family in ("gemma3_text", "olmo3"):
+        values |= rotary_by_type(chance, "rope_local_base_freq" * (family == "gemma3_text"))
+    elif family == "phi3" and chance.random() < 0.9:  # it has longrope alone
+        values |= {"rope_theta": chance.choice([10000.0, 500, 250000])}
+    elif family != "gpt2":
         values |= rotary(chance)
     for field in chance.sample(sorted(HARMLESS), chance.randint(0, 5)):
         values.setdefault(field, HARMLESS[field](chance, values))
@@ -495,22 +669,8 @@ def kind_of(values: Values) -> str:
     return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
-def _dense(values: Values) -> list[bool]:
-    """Whether each layer of a Qwen3-MoE has an MLP in place of experts."""
-    every, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
-    layers = range(values.get("num_hidden_layers", 24))
-    return [layer in dense or (layer + 1) % every != 0 for layer in layers]
-
-
-def _mixed(values: Values) -> bool:
-    """Whether layers with experts come before one without, or there are none."""
-    dense = _dense(values)
-    return all(dense) or dense != sorted(dense, reverse=True)
-
-
-def _short_window(values: Values) -> bool:
-    window = values.get("sliding_window", 4096)
-    return window is not None and window < values.get("max_position_embeddings", 131072)
+def _head(values: Values) -> int:
+    return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
 
 
 # (field, condition, what jaxtrain lacks): every refusal of a case that transformers has.
@@ -522,28 +682,19 @@ LACKING: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
         for name in ("rope_scaling", "rope_parameters")
     ),
     (
-        "first_k_dense_replace",
-        lambda v: v.get("first_k_dense_replace", 3) >= v["num_hidden_layers"],
-        "a model of latent attention or sigmoid routers without experts",
-    ),
-    *(
-        (name, _mixed, "layers with an MLP between those with experts")
-        for name in ("decoder_sparse_step", "mlp_only_layers")
-    ),
-    (
         "rope_parameters",
         lambda v: v.get("rope_scaling") and "rope_theta" in v["rope_parameters"],
         "two forms with two bases",
     ),
-    ("mlp_bias", lambda v: v["model_type"] == "deepseek_v2", "biases of shared experts"),
     ("norm_topk_prob", lambda v: v["model_type"] == "deepseek_v2", "what transformers passes over"),
-    ("sliding_window", _short_window, "a sliding window"),
+    ("sliding_window", lambda v: v["model_type"] == "smollm3", "a window without positions"),
+    ("hidden_activation", lambda v: v["hidden_activation"] != "gelu_pytorch_tanh", "another one"),
+    ("use_qk_norm", lambda v: v["use_qk_norm"], "norms with a weight for each head"),
     (
         "partial_rotary_factor",
-        lambda v: int(v["head_dim"] * v["partial_rotary_factor"]) % 2,
+        lambda v: int(_head(v) * v["partial_rotary_factor"]) % 2 or _head(v) < 4,
         "an odd number of rotated dimensions",
     ),
-    ("use_sliding_window", lambda v: v["use_sliding_window"], "a sliding window"),
     ("scale_attn_weights", lambda v: not v["scale_attn_weights"], "scores without scale"),
     (
         "scale_attn_by_inverse_layer_idx",

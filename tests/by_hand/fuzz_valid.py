@@ -132,7 +132,8 @@ def _draw_rotary(chance: random.Random, settings: dict[str, Any]) -> dict[str, A
             "model.rope_mscale_all_dim": chance.choice((0.0, 1.0)),
         }
     if chance.random() < 0.2:
-        drawn |= {"model.nope_layers": (settings["model.layers"] - 1,)}
+        pattern = ("full",) * (settings["model.layers"] - 1) + ("nope",)
+        drawn |= {"model.pattern": pattern}
     if chance.random() < 0.2:
         drawn |= {"model.rotary_dim": 2}
     return drawn

@@ -38,7 +38,6 @@ def test_a_default_is_within_its_bounds(path):
     [
         ("pipeline.times", (1.0, 0.0, 1.0), None),
         ("pipeline.chunk_layers", (0, 2), None),
-        ("model.nope_layers", (0,), None),
         ("pipeline.layer_costs", (1.0, 0.0), "has a number that is not above 0 or above"),
         ("pipeline.chunk_layers", (-1, 2), "has a number below 0 or above"),
         ("pipeline.times", (1.0, float("nan"), 1.0), "has a number below 0 or above"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import safetensors_files, small
 from support.hf_imported import complete, imported
-from support.hf_models import CONFIGS, llama_tensors, write_llama
+from support.hf_models import CONFIGS, FIRST, OTHERS, llama_tensors, write_llama
 
 from jaxtrain import convert
 from jaxtrain.checkpoint.regions import regions, stored_arrays
@@ -88,7 +88,7 @@ def test_the_state_is_that_of_the_checkpoint(folder, tmp_path, name):
         assert (table == np.asarray(state.anchor["embed"]["table"])).all() and table.any()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", small.named(FIRST, OTHERS))
 def test_every_family(name, tmp_path):
     """Experts, fused and interleaved columns, biases, prediction modules: every leaf has what
     complete tensors give."""

@@ -9,6 +9,7 @@ from support.hf_models import CONFIGS
 
 from jaxtrain.config import Config, ConfigError, replace, to_dict
 from jaxtrain.hf.fields import HfError
+from jaxtrain.hf.quantization import Float8
 from jaxtrain.hf.run_config import (
     read_origin,
     read_published,
@@ -73,7 +74,7 @@ def test_contradictions(published, setting, value):
 def test_a_quantised_model(tmp_path):
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["llama"] | {"quantization_config": fp8}))
-    assert read_published(tmp_path).block == (128, 128)
+    assert read_published(tmp_path).quantization == Float8((128, 128))
 
 
 def test_the_tokenizer_of_the_folder(published):

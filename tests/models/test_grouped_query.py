@@ -163,7 +163,9 @@ def test_through_a_cache(positions):
     cache = [jnp.full((BATCH, LENGTH + 3, 2, HEAD), 7.0)] * 2
     parts = []
     for first, end in ((0, 4), (4, 5), (5, 9)):
-        y, cache = apply(params).cached(x[:, first:end], where[:, first:end], cache, first)
+        y, cache = apply(params).cached(
+            x[:, first:end], where[:, first:end], cache, first, end - first
+        )
         parts.append(y)
     np.testing.assert_allclose(
         np.concatenate(parts, 1), apply(params)(x, where), rtol=1e-5, atol=1e-5

@@ -117,7 +117,9 @@ def test_through_a_cache(query_rank):
     # what is in unused slots is never looked at
     cache, parts = [jnp.full((BATCH, LENGTH + 3, RANK + ROTATED), 7.0)], []
     cached = jax.jit(
-        lambda x, positions, cache, first: apply(params).cached(x, positions, cache, first)
+        lambda x, positions, cache, first: apply(params).cached(
+            x, positions, cache, first, x.shape[1]
+        )
     )
     for first, end in ((0, 4), (4, 5), (5, 9)):
         y, cache = cached(x[:, first:end], positions[None, first:end], cache, first)

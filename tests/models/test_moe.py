@@ -92,8 +92,11 @@ def plainly(cfg, params, x):
         else T
     )
 
-    def expert(v, up, gate, down):
-        return hidden_of(cfg, v @ up, v @ gate) @ down
+    zeros = dict.fromkeys(("up", "gate", "down"), np.zeros(cfg.experts))
+
+    def expert(v, matrices, biases):
+        up, gate = (v @ matrices[name] + biases[name] for name in ("up", "gate"))
+        return hidden_of(cfg, up, gate) @ matrices["down"] + biases["down"]
 
     for b in range(B):
         taken = np.zeros(cfg.experts)
@@ -111,13 +114,13 @@ def plainly(cfg, params, x):
                 if taken[e] > limit:
                     dropped[e] += 1
                 else:
-                    y[b, t] += gate * expert(
-                        x[b, t], *(params[k][e] for k in ("up", "gate", "down"))
-                    )
+                    of_expert = lambda arrays, e=e: {k: arrays[k][e] for k in zeros}
+                    biases = of_expert(params.get("biases", zeros))
+                    y[b, t] += gate * expert(x[b, t], of_expert(params), biases)
             if cfg.shared_experts:
                 weight = sigmoid(x[b, t] @ params["shared_weight"]) if cfg.shared_gate else 1
-                shared = (params[f"shared_{k}"] for k in ("up", "gate", "down"))
-                y[b, t] += weight * expert(x[b, t], *shared)
+                shared, biases = {k: params[f"shared_{k}"] for k in zeros}, dict.fromkeys(zeros, 0)
+                y[b, t] += weight * expert(x[b, t], shared, params.get("shared_biases", biases))
     return y, load, dropped
 
 
@@ -137,6 +140,8 @@ CASES = {
         "activation_alpha": 1.3,
     },
     "gated GELUs": {"activation": "geglu", "shared_experts": 1},
+    "biases": {"biases": ("experts", "mlp"), "shared_experts": 2, "shared_gate": True},
+    "biases, capacity": {"biases": ("experts",), "capacity_factor": 0.75, "experts_per_token": 3},
     "two best of a group": {
         "experts": 12,
         "router_groups": 4,
@@ -190,7 +195,7 @@ def test_against_a_loop_over_tokens(name):
             counter,
             "weight",
             *["dropped"] * (cfg.capacity_factor > 0),
-            *["logit_bias"] * len(cfg.biases),
+            *["logit_bias"] * ("router" in cfg.biases),
         ]
     )
     np.testing.assert_array_equal(of_router[counter], load)
@@ -210,9 +215,10 @@ def test_against_a_loop_over_tokens(name):
     [
         {"z_loss": 0.1, "biases": ("router",)},
         {"capacity_factor": 0.75, "shared_experts": 1, "router": "sigmoid"},
-        {"shared_experts": 1, "shared_gate": True},
+        {"shared_experts": 1, "shared_gate": True, "biases": ("experts", "mlp")},
+        {"capacity_factor": 0.75, "biases": ("experts",)},
     ],
-    ids=["dropless", "capacity", "shared gate"],
+    ids=["dropless", "capacity", "shared gate, biases", "capacity, biases"],
 )
 def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
     cfg, layer, params = made(**fields)
@@ -226,8 +232,9 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
         served[b, t, chosen] = 1
     chosen, served = served, served * (served.cumsum(1) <= limit)
 
-    def expert(v, up, gate, down):
-        return (jax.nn.silu(v @ gate) * (v @ up)) @ down
+    def expert(v, matrices, biases):
+        up, gate = (v @ matrices[name] + biases.get(name, 0) for name in ("up", "gate"))
+        return (jax.nn.silu(gate) * up) @ matrices["down"] + biases.get("down", 0)
 
     def dense(params, x):
         logits = x @ params["router"]["weight"] + params["router"].get("logit_bias", 0)
@@ -235,14 +242,19 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
         gates = scores * served / (scores * chosen).sum(-1, keepdims=True)
         every = jnp.stack(
             [
-                expert(x, *(params[k][e] for k in ("up", "gate", "down")))
+                expert(
+                    x,
+                    {k: params[k][e] for k in ("up", "gate", "down")},
+                    {k: bias[e] for k, bias in params.get("biases", {}).items()},
+                )
                 for e in range(cfg.experts)
             ],
             2,
         )
         y = (every * gates[..., None]).sum(2)
         if cfg.shared_experts:
-            shared = expert(x, *(params[f"shared_{k}"] for k in ("up", "gate", "down")))
+            matrices = {k: params[f"shared_{k}"] for k in ("up", "gate", "down")}
+            shared = expert(x, matrices, params.get("shared_biases", {}))
             y += shared * (jax.nn.sigmoid(x @ params["shared_weight"]) if cfg.shared_gate else 1)
         return (y * g).sum() + cfg.z_loss * (jax.nn.logsumexp(logits, -1) ** 2).sum() / T / ROWS
 
@@ -253,6 +265,19 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
             n: tree["router"][n] for n in ("weight", "logit_bias") if n in tree["router"]
         }
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
+
+
+def test_gates_and_biases_in_bfloat16():
+    """Weights of rows and biases stay float32 arrays, and so do their gradients."""
+    fields = {"shared_experts": 1, "shared_gate": True, "biases": ("experts", "mlp")}
+    cfg = Config(model=dataclasses.replace(BASE, **fields)).fill().model
+    module = MoE(cfg, 0.5, ROWS)
+    shape = lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16 if s.cast else jnp.float32)
+    params = jax.tree.map(shape, specs(module))
+    assert {b.dtype for b in jax.tree.leaves(params["biases"])} == {jnp.dtype("float32")}
+    x = jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16)
+    gradients = jax.eval_shape(jax.grad(lambda p, x: as_function(module)(p, x).sum()), params, x)
+    assert jax.tree.all(jax.tree.map(lambda g, p: g.dtype == p.dtype, gradients, params))
 
 
 def test_the_gradient_of_a_weight_whose_scores_are_next_to_nothing():
@@ -404,8 +429,12 @@ def test_elementwise_work_on_the_rows_that_are_there(monkeypatch):
     are not numbers."""
     devices, b = 3, 6
     cfg, _, params = made(expert_room=1.875)
+    cfg = dataclasses.replace(cfg, biases=("experts",))
+    columns = {"up": 5, "gate": 5, "down": D}
+    params["biases"] = {name: normal(6, n, seed=n) for name, n in columns.items()}
     layer = as_function(MoE(cfg, 0.5, ROWS))
-    split = {name: P(EXPERT) if name in ("up", "gate", "down") else P() for name in params}
+    of_experts = ("up", "gate", "down", "biases")
+    split = {name: P(EXPERT) if name in of_experts else P() for name in params}
     mesh = make_mesh([devices if axis == EXPERT else 1 for axis in AXES], jax.devices()[:devices])
 
     def part(params, x, g):

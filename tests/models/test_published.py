@@ -98,7 +98,9 @@ def test_a_training_step_with_predictions():
         params = small.from_plain(step.layout, jax.tree.map(np.asarray, plain))
         results = jax.device_get(step.gradients(params, small.place_batch(step, cfg, batch)))
     np.testing.assert_allclose(
-        [results.losses.loss, results.losses.mtp_loss], [case["loss"], case["mtp_loss"]], rtol=1e-5
+        [results.losses.loss, results.losses.further["mtp_loss"]],
+        [case["loss"], case["mtp_loss"]],
+        rtol=1e-5,
     )
     (gradients,) = back(small.to_plain(step.layout, results.gradients))
     assert_same_gradients(gradients, case["gradients"])

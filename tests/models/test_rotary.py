@@ -8,10 +8,8 @@ import pytest
 from jaxtrain.config import ModelConfig
 from jaxtrain.models import rotary as rotary_module
 from jaxtrain.models.rotary import (
-    NOT_ROTATED,
     Rotary,
     attention_factor,
-    layer_positions,
     score_factor,
 )
 
@@ -217,23 +215,12 @@ def test_a_part_of_a_head():
     np.testing.assert_array_equal(got[..., 4:], x[..., 4:])
 
 
-def test_layers_without_rotary_positions():
-    """Not even the attention factor is on their queries and keys."""
-    cfg = ModelConfig(**YARN, layers=3, dense_layers=1, nope_layers=(0, 2))
-    x, positions = normal(1, 5, 2, 8), np.arange(5)[None]
-    for layer in range(4):
-        got = Rotary(cfg, 8)(x, layer_positions(cfg, np.int32(layer), positions))
-        rotated = Rotary(ModelConfig(**YARN), 8)(x, positions)
-        np.testing.assert_array_equal(got, x if layer in (0, 2) else rotated)
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
 def test_by_a_product_as_on_tpus(dtype, tolerance, monkeypatch):
-    """Values and gradients of both forms, where a head has dimensions that are not rotated, in a
-    layer with and one without rotary positions."""
-    config = ModelConfig(rotary_base=100.0, nope_layers=(1,))
+    """Values and gradients of both forms, where a head has dimensions that are not rotated."""
+    config = ModelConfig(rotary_base=100.0)
     x, g = (jnp.asarray(normal(2, 7, 3, 10, seed=seed), dtype) for seed in (1, 2))
-    positions = np.array([[0, 1, 2, 3, 4, 5, 6], [NOT_ROTATED] * 7])
+    positions = np.array([[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 0, 1, 2, 3]])
 
     def both(on_tpu: bool):
         monkeypatch.setattr(rotary_module, "orders_by_heads", lambda: on_tpu)

@@ -10,7 +10,7 @@ from support import small
 
 from jaxtrain.config import sizes
 from jaxtrain.config.sizes import exceeds_mean
-from jaxtrain.parallel.experts.filled_rows import on_rows
+from jaxtrain.parallel.experts.filled_rows import on_rows, sum_over_rows
 
 ROWS, WIDTH = 50, 3
 
@@ -40,6 +40,22 @@ def test_rows_that_are_there(monkeypatch, mean):
                 *(np.float32(a[:computed]) for a in (got, all_rows)), rtol=1e-6, atol=1e-6
             )
             assert (got[computed:] == -1).all()
+
+
+@pytest.mark.parametrize("mean", [19])
+def test_sums_over_rows_that_are_there(monkeypatch, mean):
+    """Each of them counts once, whatever lies behind them."""
+    monkeypatch.setattr(sizes, "FEW_ROWS", ROWS)
+    x = small.normal(0, ROWS, WIDTH)
+
+    @jax.jit
+    def run(number):
+        filled = jnp.where(jnp.arange(ROWS)[:, None] < number, x, jnp.nan)
+        masked = lambda counts, x: jnp.where(counts[:, None], x, 0).sum(0)
+        return sum_over_rows(masked, mean, number, filled)
+
+    for number in (0, 9, 19, 20, 22, 30, 49, ROWS):
+        np.testing.assert_allclose(run(number), x[:number].sum(0), rtol=1e-5, atol=1e-5)
 
 
 def test_few_rows_are_computed_at_once():

@@ -1,6 +1,8 @@
 """Writing into slots that devices share, and splash over them, against one device. Attention in
 plain XLA, with the collectives of a step, is in tests/generation/test_decode.py."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from support.small import normal
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.sharding import named
 from jaxtrain.parallel.attention import kv_cache
-from jaxtrain.parallel.attention.causal import attend_cached
+from jaxtrain.parallel.attention.causal import AttentionSettings, attend_cached
 
 LAYERS, BATCH, SLOTS, SIZE = 3, 2, 12, 5
 AXES = ("layer", "batch", kv_cache.SLOT, None)
@@ -52,11 +54,58 @@ def test_a_prompt_read_by_splash(context, model):
     is never looked at."""
     slots = 128 * context
     q, k, v = normal(0, 1, 128, 4, 8), normal(1, 1, 384, 2, 8), normal(2, 1, 384, 2, 8)
-    expected = jax.jit(lambda *a: attend_cached(*a, jnp.int32(128), "xla"))(q, k, v)
+
+    def attended(kernel, q, k, v):
+        sees = jnp.arange(k.shape[1]) <= 128 + jnp.arange(128)[:, None]
+        cache = kv_cache.Extended((k, v), (k, v), sees[None, None])
+        return attend_cached(q, cache, jnp.int32(128), AttentionSettings(kernel=kernel))
+
+    expected = jax.jit(functools.partial(attended, "xla"))(q, k, v)
     k, v = (jnp.asarray(a[:, :slots]).at[:, 256:].set(jnp.nan) for a in (k, v))
     mesh = mesh_of(context, model)
     with jax.set_mesh(mesh):
         axes = ("batch", kv_cache.SLOT, "kv_heads", None)
         k, v = (jax.device_put(a, named(mesh, axes)) for a in (k, v))
-        got = jax.jit(lambda *a: attend_cached(*a, jnp.int32(128), "splash"))(q, k, v)
+        got = jax.jit(functools.partial(attended, "splash"))(q, k, v)
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
+# --- the ring of a window -------------------------------------------------------------------------
+
+RING_AXES = ("batch", kv_cache.RING, None)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_ring_has_the_last_tokens(context):
+    """Whatever the calls: what a token sees are the tokens of its window, in any order, and padding
+    is nowhere."""
+    window, mesh = 6, mesh_of(context)
+    text = normal(0, BATCH, 40, SIZE)
+    with jax.set_mesh(mesh):
+        put = lambda a: jax.device_put(a, named(mesh, RING_AXES))
+        ring, start = put(np.zeros((BATCH, window, SIZE), np.float32)), 0
+        run = jax.jit(
+            lambda ring, tokens, start, count: kv_cache.extended(
+                (ring,), (tokens,), start, count, window
+            )
+        )
+        one = jax.jit(
+            lambda ring, tokens, start: kv_cache.extended((ring,), (tokens,), start, 1, window)
+        )
+        for count, padding in ((3, 1), (1, 0), (2, 2), (1, 1), (9, 3), (1, 0), (1, 0), (4, 0)):
+            tokens = np.full((BATCH, count + padding, SIZE), np.nan, np.float32)
+            tokens[:, :count] = text[:, start : start + count]
+            if count == 1:
+                extended = one(ring, tokens, start)
+            else:
+                extended = run(ring, tokens, jnp.int32(start), jnp.int32(count))
+            for i in range(count):
+                seen = np.asarray(extended.seen[0])[:, np.asarray(extended.mask)[0, 0, i]]
+                expected = text[:, max(0, start + i - window + 1) : start + i + 1]
+                order = lambda a: a[:, np.argsort(a[0, :, 0])]
+                np.testing.assert_array_equal(order(seen), order(expected))
+            (ring,) = extended.cache
+            ring, start = put(ring), start + count
+            in_slot = {p % window: p for p in range(max(0, start - window), start)}
+            for slot, position in in_slot.items():
+                np.testing.assert_array_equal(np.asarray(ring)[:, slot], text[:, position])

@@ -14,6 +14,7 @@ from jaxtrain.devices.sharding import constrain
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.runtime.loss import (
     LossInputs,
+    LossRule,
     OutputHead,
     VocabularyShard,
     loss_and_gradients,
@@ -52,10 +53,10 @@ plain_gradients = jax.jit(jax.value_and_grad(plain, (0, 1)))
 def test_loss_and_gradients(limit):
     value, (dparams, dx) = plain_gradients(PARAMS, X)
     start = jax.tree.map(jnp.ones_like, PARAMS)
-    loss, sums, g = jax.jit(
+    losses, sums, g = jax.jit(
         lambda x: loss_and_gradients(OutputHead(head, limit), PARAMS, start, inputs(x))
     )(X)
-    np.testing.assert_allclose(loss, value, rtol=1e-6)
+    np.testing.assert_allclose(losses.loss, value, rtol=1e-6)
     np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
     jax.tree.map(
         lambda got, d: np.testing.assert_allclose(got, d + 1, rtol=1e-5, atol=1e-5), sums, dparams
@@ -74,9 +75,9 @@ def test_on_a_split_sequence():
                 OutputHead(head, 8), PARAMS, jax.tree.map(jnp.zeros_like, PARAMS), inputs(x)
             )
 
-        loss, _, g = jax.jit(run)(x)
+        losses, _, g = jax.jit(run)(x)
     value, (_, dx) = plain_gradients(PARAMS, X)
-    np.testing.assert_allclose(loss, value, rtol=1e-6)
+    np.testing.assert_allclose(losses.loss, value, rtol=1e-6)
     np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
 
 
@@ -102,17 +103,47 @@ def test_logits_of_a_part_at_a_time(limit, parts):
 def test_token_losses():
     logits = jnp.asarray(random.normal(size=(5, VOCABULARY)) * 50, jnp.float32)
     targets = jnp.arange(5)
-    losses, gradient = token_losses(logits, targets)
+    losses, gradient, _ = token_losses(logits, targets)
     wanted = lambda x: optax.softmax_cross_entropy_with_integer_labels(x, targets)
     np.testing.assert_allclose(losses, wanted(logits), rtol=1e-5)
     np.testing.assert_allclose(gradient, jax.grad(lambda x: wanted(x).sum())(logits), atol=1e-6)
+
+
+def test_z_loss():
+    """The term of PaLM (arXiv:2204.02311, section 5), over chunks of tokens, with its gradient."""
+    weight = 0.3
+
+    def objective(params, x):
+        chunk = inputs(x)
+        logits = head(params, chunk.x_BTD)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, chunk.targets_BT)
+        z_losses = weight * jax.nn.logsumexp(logits, -1) ** 2
+        sums = [jnp.sum(a * chunk.weights_BT) for a in (losses, z_losses)]
+        return sums[0] + sums[1], sums
+
+    (_, (loss, z_loss)), (dparams, dx) = jax.value_and_grad(objective, (0, 1), has_aux=True)(
+        PARAMS, jnp.asarray(X)
+    )
+    start = jax.tree.map(jnp.zeros_like, PARAMS)
+    chunked = OutputHead(head, 8, rule=LossRule(weight))
+    sums, gradients, g = jax.jit(lambda x: loss_and_gradients(chunked, PARAMS, start, inputs(x)))(X)
+    np.testing.assert_allclose(sums, (loss, z_loss), rtol=1e-6)
+    np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients, dparams
+    )
+    # evaluation reports the cross-entropy alone
+    np.testing.assert_allclose(
+        jax.jit(lambda x: loss_sum(chunked, PARAMS, inputs(x)))(X), loss, rtol=1e-6
+    )
 
 
 def test_padded_logits_change_nothing():
     logits = jnp.asarray(random.normal(size=(5, VOCABULARY)), jnp.float32)
     padded = jnp.pad(logits, ((0, 0), (0, 8)), constant_values=-jnp.inf)
     targets = jnp.arange(5)
-    (losses, gradient), (wanted, _) = token_losses(padded, targets), token_losses(logits, targets)
+    losses, gradient, _ = token_losses(padded, targets)
+    wanted = token_losses(logits, targets)[0]
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
     assert np.isfinite(gradient).all() and not gradient[:, VOCABULARY:].any()
 
@@ -132,8 +163,11 @@ def test_parts_of_the_vocabulary():
     )
     with jax.set_mesh(mesh):
         both = jax.shard_map(
-            part, in_specs=P(None, "stage"), out_specs=(P(), P(None, "stage")), check_vma=False
+            part,
+            in_specs=P(None, "stage"),
+            out_specs=(P(), P(None, "stage"), P()),
+            check_vma=False,
         )
-        losses, gradient = jax.jit(both)(padded)
+        losses, gradient, _ = jax.jit(both)(padded)
     np.testing.assert_allclose(losses, wanted[0], rtol=1e-6)
     np.testing.assert_allclose(gradient[:, :VOCABULARY], wanted[1], atol=1e-6)

@@ -293,8 +293,18 @@ RULES = [
     ),
     (
         {"model.experts": 4, "model.biases": ("qkv", "mlp", "router")},
-        "model.biases=('qkv', 'mlp', 'router') has 'mlp' with model.experts=4, which have no "
-        "biases: use --config.model.biases=qkv,router",
+        "model.biases=('qkv', 'mlp', 'router') has 'mlp' with model.experts=4 in every layer, and "
+        "no other MLP: use --config.model.biases=qkv,router",
+    ),
+    (
+        {"model.biases": ("out", "experts")},
+        "model.biases=('out', 'experts') has 'experts' with model.experts=0: use "
+        "--config.model.biases=out",
+    ),
+    (
+        {"model.parallel_block": True, "model.norm_place": "both"},
+        "model.norm_place='both' has a norm of the MLP's own, and with model.parallel_block=True "
+        "attention and MLP share one: use --config.model.norm_place=before",
     ),
     (
         {"model.biases": ("router", "out")},
@@ -324,6 +334,48 @@ RULES = [
     (
         {"optimizer.name": "adamv"},
         "optimizer.name='adamv' is unknown: use --config.optimizer.name=adamw",
+    ),
+    (
+        {"optimizer.name": "absent.module:MINE"},
+        "optimizer.name='absent.module:MINE' names no module: absent is not on Python's path "
+        "(PYTHONPATH): use --config.optimizer.name=adamw",
+    ),
+    (
+        {"optimizer.name": "jaxtrain.config.optimizers:copies"},
+        "optimizer.name='jaxtrain.config.optimizers:copies' is no OptimizerRecord "
+        "(jaxtrain.config.optimizers), but of type function: use --config.optimizer.name=adamw",
+    ),
+    (
+        {"train.loss": "loss.py"},
+        "train.loss='loss.py' is not FILE.py:NAME or package.module:NAME: use --config.train.loss=",
+    ),
+    (
+        {"train.loss": "mine:loss", "train.z_loss": 1e-4},
+        "train.z_loss=0.0001 is a term of cross-entropy, in whose place is train.loss='mine:loss': "
+        "use --config.train.z_loss=0.0",
+    ),
+    (
+        {"train.loss": "mine:loss", "pipeline.vocabulary": "parallel"},
+        "pipeline.vocabulary='parallel' splits a token's logits over the stages, and "
+        "train.loss='mine:loss' reads them on one: use --config.pipeline.vocabulary=auto",
+    ),
+    (
+        {
+            "model.dropout_attention": 0.1,
+            "mesh.context": 2,
+            "mesh.model": 1,
+            "parallel.context": "ring",
+        },
+        "parallel.context='ring' drops no weights of attention, and model.dropout_attention=0.1: "
+        "use --config.parallel.context=all_gather",
+    ),
+    *(
+        (
+            {"model.dropout_attention": 0.1, "model.attention_kernel": kernel},
+            f"model.attention_kernel='{kernel}' drops no weights: use "
+            "--config.model.attention_kernel=auto",
+        )
+        for kernel in ("splash", "cudnn")
     ),
     (
         {"model.norm": "batch"},
@@ -954,6 +1006,22 @@ ALLOWED = [
 # without.
 UNUSED = [
     (
+        {"model.kinds": ("few.heads=2",), "model.pattern": ("full", "nope")},
+        "model.kinds=few.heads=2 has no use: no layer is of kind few",
+    ),
+    (
+        {"model.kinds": ("nope.rotary_base=100",), "model.pattern": ("full", "nope")},
+        "model.kinds=nope.rotary_base=100 has no use with model.positions='none'",
+    ),
+    (
+        {"model.window": 8, "model.pattern": ("full", "nope")},
+        "model.window=8 has no use with model.pattern=full,nope, no layer of which has one",
+    ),
+    (
+        {"model.positions": "learned", "model.pattern": ("full", "nope")},
+        "nope in model.pattern=full,nope has no use with model.positions='learned'",
+    ),
+    (
         {"mesh.stage": 1},
         "pipeline.schedule=interleaved and pipeline.repeats=2 have no use with mesh.stage=1",
     ),
@@ -971,6 +1039,19 @@ UNUSED = [
     (
         {**LATENT, "model.qk_norm": True},
         "model.qk_norm=true has no use with model.attention='mla'",
+    ),
+    (
+        {"model.qk_norm_over": "projection"},
+        "model.qk_norm_over=projection has no use with model.qk_norm=False",
+    ),
+    (
+        {"model.activation_alpha": 1.0, "model.activation_limit": 5.0},
+        "model.activation_alpha=1.0 and model.activation_limit=5.0 have no use with "
+        "model.activation='swiglu'",
+    ),
+    (
+        {"model.experts": 4, "model.shared_gate": True},
+        "model.shared_gate=true has no use with model.shared_experts=0",
     ),
     (
         {"model.attention_kernel": "xla", "model.attention_backward": "fused"},

@@ -55,6 +55,7 @@ UNSEEN = {
     "another number of devices": " ".join(p for p in cfg.fields() if p.startswith("mesh.")),
     "the hardware that is planned for": "train.hardware",
     "one value on CPUs": "model.attention_kernel parallel.collective_matmul",
+    "code of one's own": "train.loss",
     "read as text": "parallel.compiler_options pipeline.times pipeline.layer_costs",
 }
 
@@ -132,6 +133,12 @@ BASES = (
 )
 
 
+TUPLES = {
+    "model.pattern": [("nope", "full"), ("nope",)],
+    "model.kinds": [("full.rotary_base=100",), ("full.norm_epsilon=0.1",)],
+}
+
+
 def write_corpora(folder: pathlib.Path) -> list[str]:
     """The paths of a file of records, a text and a token file, with more than a batch each."""
     lines = [{"prompt": f"{i}? ", "text": f"number {i * i} of some"} for i in range(400)]
@@ -156,7 +163,7 @@ def others_of(path: str, settings: dict[str, Any]) -> list[Any]:
     elif isinstance(default, float):
         values = [0.25, 0.5, 1.0, 2.0, default / 2, default * 2]
     else:
-        values = [("text",), ("prompt",)] if path.startswith("data.") else [(1,), (0,)]
+        values = TUPLES.get(path, [("text",), ("prompt",)] if path.startswith("data.") else [(1,)])
     resolved = config_of(settings).resolve()
     working = [
         value

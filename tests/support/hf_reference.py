@@ -13,6 +13,7 @@ import numpy as np
 SEQUENCES, LENGTH = 4, 33  # of a batch, the last token of each a target alone
 PROMPTS = (5, 11)  # tokens of the prompts that are continued
 CONTINUATION = 64  # tokens
+ONE_PLUS = ("gemma2", "gemma3_text", "qwen3_next")  # families whose norms multiply by 1 + weight
 
 
 def random(seed: int, name: str, shape: Sequence[int]) -> np.ndarray:
@@ -22,15 +23,18 @@ def random(seed: int, name: str, shape: Sequence[int]) -> np.ndarray:
     return generator.standard_normal(tuple(shape)).astype(np.float32)
 
 
-def weights(seed: int, shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+def weights(
+    seed: int, shapes: Mapping[str, Sequence[int]], model_type: str = ""
+) -> dict[str, np.ndarray]:
     """Tensors in which nothing is zero or one, float32. Scales are around 1; a matrix gives numbers
     of the size of its inputs."""
+    centre = np.float32(model_type not in ONE_PLUS)
 
     def tensor(name: str, shape: Sequence[int]) -> np.ndarray:
         noise = random(seed, name, shape)
         if len(shape) > 1:
             return np.float32(0.8 / np.sqrt(shape[-1])) * noise
-        return np.float32(name.endswith(".weight")) + np.float32(0.3) * noise
+        return centre * np.float32(name.endswith(".weight")) + np.float32(0.3) * noise
 
     return {name: tensor(name, shape) for name, shape in shapes.items()}
 

@@ -20,7 +20,8 @@ import numpy as np
 import optax
 
 from jaxtrain.config import Config
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.groups.layer_kinds import forms_of_layers
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.models import transformer
 from jaxtrain.training.step import make_step
 from jaxtrain.training.update.optimizer import learning_rate
@@ -54,10 +55,12 @@ def weights(cfg: Config) -> dict:
             s.constant + (s.std or 0.1) * random.standard_normal((*lead, *s.shape))
         )
     )
-    specs = parts.specs
-    return {k: jax.tree.map(make(), tree) for k, tree in parts.ends.items()} | {
-        "layers": jax.tree.map(make(cfg.model.layers), specs["layer"])
-    }
+    layer, forms = parts.specs["layer"], forms_of_layers(cfg.model)
+    ends = {k: jax.tree.map(make(), tree) for k, tree in parts.ends.items()}
+    if not forms:
+        return ends | {"layers": jax.tree.map(make(cfg.model.layers), layer)}
+    stacks = {form: jax.tree.map(make(forms.count(form)), layer[form]) for form in layer}
+    return ends | {"layers": stacks}
 
 
 def mean(logits, targets, weights):
@@ -121,10 +124,11 @@ def moved(params: dict, gradients: dict, rate: float) -> dict:
 
 def plain_optimizer(cfg: Config) -> optax.GradientTransformation:
     """optax's own, of parameters that are separate arrays."""
-    matrices = lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
+    is_matrix = lambda path, a: a.ndim > 1 and "biases" not in jax.tree_util.keystr(path)
+    matrices = lambda params: jax.tree_util.tree_map_with_path(is_matrix, params)
     return optax.chain(
         optax.clip_by_global_norm(cfg.optimizer.clip_norm),
-        OPTIMIZERS[cfg.optimizer.name].make(jax, optax, cfg.optimizer),
+        record_of(cfg.optimizer.name).make(jax, optax, cfg.optimizer),
         optax.add_decayed_weights(cfg.optimizer.weight_decay, matrices),
         optax.scale_by_learning_rate(learning_rate(cfg.optimizer, cfg.train.steps)),
     )
@@ -202,7 +206,7 @@ def train(cfg: Config, steps: int = STEPS) -> Run:
         state = small.first_state(step, weights(cfg))
         batches = [small.place_batch(step, cfg, small.batch(cfg, i)) for i in range(steps)]
         metrics, moment = [], None
-        momentum = OPTIMIZERS[cfg.optimizer.name].momentum
+        momentum = record_of(cfg.optimizer.name).momentum
         with jax.transfer_guard("disallow"):
             for batch in batches:
                 state, new = step.train(state, batch)
@@ -238,7 +242,7 @@ def gradients(cfg: Config) -> Run:
             results = jax.device_get(step.gradients(params, batch))
     assert int(results.losses.tokens) == int(small.batch(cfg, 0)["weights"].sum())
     found = without_counts(small.to_plain(step.layout, results.gradients))
-    mtp_loss = results.losses.mtp_loss
+    mtp_loss = results.losses.further.get("mtp_loss")
     mtp_loss = None if mtp_loss is None else float(mtp_loss)
     return Run([float(results.losses.loss)], norm_of(found), found, {}, mtp_loss)
 

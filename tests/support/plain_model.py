@@ -5,8 +5,9 @@ import jax
 import numpy as np
 
 from jaxtrain.config import Config
+from jaxtrain.config.groups.layer_kinds import forms_of_layers
 from jaxtrain.devices.sharding import named
-from jaxtrain.models.spec import Spec
+from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.models.transformer import ModelParts, build
 from support import small
 
@@ -30,11 +31,15 @@ def plain_model(cfg: Config) -> tuple[ModelParts, dict]:
             np.pad(value, padding).astype(np.float32), named(mesh, (*axes, *s.axes))
         )
 
-    def tree(name: str, lead: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> dict:
-        return jax.tree.map(
-            lambda s: leaf(s, lead, axes), parts.specs[name], is_leaf=lambda x: isinstance(x, Spec)
-        )
+    def layers(specs: dict, number: int) -> dict:
+        return jax.tree.map(lambda s: leaf(s, (number,), ("layer",)), specs, is_leaf=is_spec)
 
-    return parts, {name: tree(name) for name in parts.ends} | {
-        "layers": tree("layer", (cfg.model.layers,), ("layer",))
+    params = {
+        name: jax.tree.map(lambda s: leaf(s, (), ()), specs, is_leaf=is_spec)
+        for name, specs in parts.ends.items()
     }
+    of_layer, forms = parts.specs["layer"], forms_of_layers(cfg.model)
+    if forms:
+        stacks = {form: layers(specs, forms.count(form)) for form, specs in of_layer.items()}
+        return parts, params | {"layers": stacks}
+    return parts, params | {"layers": layers(of_layer, cfg.model.layers)}

@@ -104,7 +104,7 @@ def make(folder: pathlib.Path) -> None:
     shapes, everything = shapes_of(folder), settings.get("everything", True)
     for attempt in range(SEEDS):
         seed = settings.get("seed", 0) + 1000 * attempt
-        tensors = hf_reference.weights(seed, shapes)
+        tensors = hf_reference.weights(seed, shapes, read_config(folder).model_type)
         if dtype := settings.get("dtype"):
             tensors = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -21,7 +21,7 @@ MOE = {
 }
 SEVERAL = {
     "model.dense_layers": 2,
-    "model.nope_layers": (1, 2),
+    "model.pattern": ("full", "nope", "nope", "full", "full", "full"),
     "model.shared_experts": 2,
     "model.router": "sigmoid",
     "model.router_scale": 2.0,
@@ -56,12 +56,63 @@ CASES = {
             "data.batch_size": 16,
         },
     ),
+    "a gate of the shared experts, biases, in B and W": Case(
+        (1, 2, 2),
+        "zb_h1",
+        1,
+        changes={
+            "mesh.expert": 2,
+            "model.layers": 2,
+            "data.batch_size": 16,
+            "pipeline.remat": "none",
+            "model.shared_experts": 1,
+            "model.shared_gate": True,
+            "model.activation": "clamped_swiglu",
+            "model.activation_limit": 0.2,
+            "model.biases": ("experts", "mlp", "router"),
+        },
+    ),
     "drops": Case(
         (1, 1, 1),
         changes={"mesh.expert": 2, "model.capacity_factor": 0.7, "model.biases": ("router",)},
     ),
 }
 MORE = {
+    "biases, data 2, zero 3, selective": Case(
+        (2, 1, 1),
+        changes={
+            "mesh.expert": 2,
+            "parallel.zero": 3,
+            "pipeline.remat": "selective",
+            "model.shared_experts": 1,
+            "model.shared_gate": True,
+            "model.norm_place": "both",
+            "model.biases": ("experts",),
+        },
+    ),
+    "biases, drops, zero 2, a parallel block, two steps": Case(
+        (1, 2, 1),
+        "zb_v",
+        2,
+        changes={
+            **TWO_STEPS,
+            "model.layers": 4,
+            "parallel.zero": 2,
+            "model.parallel_block": True,
+            "model.activation": "geglu",
+            "model.biases": ("experts", "out"),
+        },
+    ),
+    "biases, capacity, model 2": Case(
+        (1, 1, 2),
+        changes={
+            "mesh.expert": 2,
+            "model.capacity_factor": 0.7,
+            "model.activation": "gelu",
+            "model.biases": ("experts",),
+            "model.norm_place": "after",
+        },
+    ),
     "two steps, model 2, shared experts": Case(
         (1, 1, 2), changes={**TWO_STEPS, "model.experts_per_token": 2, "model.shared_experts": 1}
     ),

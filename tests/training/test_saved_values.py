@@ -149,6 +149,13 @@ MODELS = {
     "gpt2 form": {"model.norm": "layernorm", "model.activation": "gelu", "model.qk_norm": True},
     "experts": EXPERTS | {"model.shared_experts": 1},
     "latent": LATENT | EXPERTS,
+    "norms of outputs, a gate": {
+        "model.norm_place": "after",
+        "model.attention_gate": True,
+        "model.qk_norm": True,
+        "model.qk_norm_over": "projection",
+    },
+    "parallel": {"model.parallel_block": True},
 }
 LENGTH, LONG = 16, 2048  # attention to all keys at once, or by blocks
 
@@ -263,7 +270,9 @@ def test_attention_runs_once_if_it_is_saved():
     assert sorted(a.size for a in jax.tree.leaves(saved.residuals)) == sorted(sizes)
 
 
-@pytest.mark.parametrize("name", small.named(["dense", "latent"], ["gpt2 form", "experts"]))
+@pytest.mark.parametrize(
+    "name", small.named(["dense", "latent"], [*{*MODELS} - {"dense", "latent"}])
+)
 def test_selective_saves_what_these_names_save(name):
     """Without names: results of products. The planner counts them by these names."""
 
@@ -356,6 +365,7 @@ def test_names_without_use():
         note for note in unused_settings(small.config(changes=on_host | changes)) if "save" in note
     )
     assert notes() == "pipeline.save=mlp_out saves nothing: no backward reads it"
+    assert notes(**{"model.norm_place": "after"}) == ""
     assert notes(**{"parallel.offload": "activations", "pipeline.save": ("qkv:host",)}) == (
         ":host in pipeline.save has no use with parallel.offload=activations"
     )

@@ -25,6 +25,7 @@ YARN = {
     "model.rope_original_length": 8,
     "model.rope_beta_slow": 0.1,
 }
+NOPE = ("full", "nope", "nope", "full", "full", "nope")
 EARLY = {"pipeline.permute": "early"}
 PROJECTION = {"model.qk_norm": True, "model.qk_norm_over": "projection"}
 GEMMA = {
@@ -61,7 +62,7 @@ VARIANTS = {
         changes={"data.batch_size": 14}
         | DOCUMENTS
         | YARN
-        | {"model.rotary_dim": 2, "model.nope_layers": (1, 2, 5), "model.qk_norm": True}
+        | {"model.rotary_dim": 2, "model.pattern": NOPE, "model.qk_norm": True}
         | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8}
         | {"model.biases": ("qkv",)},
     ),

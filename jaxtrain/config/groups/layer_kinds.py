@@ -12,6 +12,7 @@ the result. Kinds whose layers have equal parameters are of one form, and lie in
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel
@@ -122,12 +123,45 @@ def forms_of_layers(model: ModelConfig) -> tuple[str, ...]:
     return tuple(forms[kind] for kind in stacked_kinds(model)) if any(forms.values()) else ()
 
 
+class Periods(NamedTuple):
+    """Kinds of layers that repeat from the first one on: `period` so many times, and then `rest`,
+    which is less than two periods where there is one at all."""
+
+    period: tuple[str, ...]
+    repetitions: int
+    rest: tuple[str, ...]
+
+
+@functools.lru_cache(2**10)
+def periods_of(kinds: tuple[str, ...]) -> Periods:
+    """The shortest period that kinds have at least twice; all are `rest` where there is none.
+
+    >>> periods_of(("window", "full", "window", "full", "window"))
+    Periods(period=('window', 'full'), repetitions=2, rest=('window',))
+    >>> periods_of(("window", "window", "full"))
+    Periods(period=(), repetitions=0, rest=('window', 'window', 'full'))
+    """
+    period = pattern_of(kinds)
+    number = len(kinds) // max(1, len(period))
+    if number < 2:
+        return Periods((), 0, kinds)
+    return Periods(period, number, kinds[len(period) * number :])
+
+
+def pattern_of(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that gives layers these kinds.
+
+    >>> pattern_of(["window", "full", "window"])
+    ('window', 'full')
+    """
+    is_pattern = lambda size: all(kind == kinds[i % size] for i, kind in enumerate(kinds))
+    return tuple(kinds[: next(filter(is_pattern, range(1, len(kinds))), len(kinds))])
+
+
 def has_dropout(model: ModelConfig) -> bool:
     """True if training drops numbers of the embeddings, or in layers of any kind."""
-    kinds = (of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model)))
-    return model.dropout_embedding > 0 or any(
-        kind.dropout_residual + kind.dropout_attention for kind in kinds
-    )
+    rates = (m.dropout_residual + m.dropout_attention for m in models_of_kinds(model))
+    return model.dropout_embedding + max(rates) > 0
 
 
 class KindEntry(NamedTuple):

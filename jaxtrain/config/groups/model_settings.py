@@ -175,7 +175,7 @@ class ModelConfig:
         Choices(("head", "projection")),
     )
     attention_scale: float = setting(
-        0.0, "gqa: factor on scores; 0: 1/sqrt(head_dim)", Range(at_least=0)
+        0.0, "factor on scores; 0: 1/sqrt(size of a key)", Range(at_least=0)
     )
     attention_softcap: float = setting(
         0.0,
@@ -183,7 +183,8 @@ class ModelConfig:
         Range(at_least=0),
     )
     sinks: bool = setting(
-        False, "a learned number for each head, one more score of every token's softmax (gpt-oss)"
+        False,
+        "gqa: a learned number for each head, one more score of every token's softmax (gpt-oss)",
     )
     attention_gate: bool = setting(
         False, "gqa: attention's output times the sigmoid of a gate made from the layer's input"
@@ -239,12 +240,6 @@ class ModelConfig:
     rotary_dim: int = setting(
         0,
         "gqa: dimensions of a head that are rotated, its first ones; 0: head_dim, all of them",
-        Range(at_least=0),
-    )
-    nope_layers: tuple[int, ...] = setting(
-        (),
-        "layers without rotary positions (NoPE), by number from 0, model.dense_layers counted "
-        "first; empty: none",
         Range(at_least=0),
     )
     rope_scaling: str = setting(
@@ -317,7 +312,8 @@ class ModelConfig:
     biases: tuple[str, ...] = setting(
         (),
         "parts with biases: qkv, query, key and value matrices (mla: only those that compress); "
-        "out, attention's output matrix; mlp, an MLP's matrices; experts, the experts' matrices; "
+        "out, attention's output matrix; mlp, matrices of MLPs and shared experts; experts, of the "
+        "others; "
         "router, the router's logits (router_bias is another); norm, layernorm; empty: none",
         Choices(BIASED),
     )

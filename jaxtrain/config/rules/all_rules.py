@@ -7,15 +7,17 @@ from jaxtrain.config.rules import mesh_rules, model_rules, pipeline_rules, run_r
 from jaxtrain.config.rules.rules import SettingsRule
 
 RULES: tuple[SettingsRule, ...] = (
+    run_rules.own_code_exists,
     model_rules.latent_attention_is_complete,
     model_rules.heads_divide,
-    model_rules.layers_without_rotary_exist,
     model_rules.rotary_scaling_is_complete,
     model_rules.experts_have_capacity,
     model_rules.biases_have_parts,
+    model_rules.one_norm_is_shared,
     model_rules.router_groups_divide,
     run_rules.sequence_fits,
     run_rules.data_has_fields,
+    run_rules.own_loss_fits,
     run_rules.compiler_options_have_names,
     run_rules.products_are_built,
     pipeline_rules.pipeline_fits,

@@ -268,6 +268,12 @@ def context_axis_divides(
             f"cuts heads, and {over} does not divide {path}={number}",
             [{"parallel.context": "all_gather"}, *values_for("mesh.context", smaller)],
         )
+    if parallel.context == "ring" and model.dropout_attention:
+        yield Violation(
+            "parallel.context",
+            f"drops no weights of attention, and model.dropout_attention={model.dropout_attention}",
+            [{"parallel.context": "all_gather"}, {"model.dropout_attention": 0.0}],
+        )
 
 
 def expert_axis_has_experts(mesh: MeshConfig, config: FilledConfig) -> Iterator[Violation]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtrain.config import (
     DataConfig,
+    FilledConfig,
     MeshConfig,
     ModelConfig,
     ParallelConfig,
@@ -124,22 +125,6 @@ def kernel_is_of_platform(model: ModelConfig, platform: str) -> Iterator[Violati
         )
 
 
-def layers_without_rotary_exist(model: ResolvedModel) -> Iterator[Violation]:
-    layers = model.dense_layers + model.layers
-    if any(layer >= layers for layer in model.nope_layers):
-        yield Violation(
-            "model.nope_layers",
-            f"names a layer beyond the last of {layers}, {layers - 1}",
-            [{"model.nope_layers": tuple(n for n in model.nope_layers if n < layers)}],
-        )
-    if len(set(model.nope_layers)) < len(model.nope_layers):
-        yield Violation(
-            "model.nope_layers",
-            "names a layer twice",
-            [{"model.nope_layers": tuple(sorted(set(model.nope_layers)))}],
-        )
-
-
 def rotary_scaling_is_complete(model: ResolvedModel, data: DataConfig) -> Iterator[Violation]:
     if model.positions != "rotary" or model.rope_scaling == "none":
         return
@@ -178,7 +163,7 @@ OF_EXPERTS = (
     "dense_layers experts_per_token shared_experts expert_width router router_normalize "
     "router_scale router_bias router_groups "
     "router_group_limit router_group_best capacity_factor expert_room balance_rate "
-    "balance_loss z_loss"
+    "balance_loss z_loss shared_gate"
 ).split()
 
 
@@ -201,12 +186,17 @@ def experts_have_capacity(model: ResolvedModel) -> Iterator[Violation]:
         )
 
 
-def biases_have_parts(model: ResolvedModel) -> Iterator[Violation]:
-    """Parts that the model lacks, or that cannot have biases."""
+def biases_have_parts(config: FilledConfig) -> Iterator[Violation]:
+    """Parts that all layers lack, or that cannot have biases."""
+    model, kinds = config.model, models_of_kinds(config.model)
+    has_mlp = model.dense_layers or any(not kind.experts or kind.shared_experts for kind in kinds)
+    no_experts = not any(kind.experts for kind in kinds) and "model.experts=0"
+    no_layernorm = all(kind.norm != "layernorm" for kind in kinds)
     wrong = {
-        "mlp": bool(model.experts) and f"model.experts={model.experts}, which have no biases",
-        "router": not model.experts and "model.experts=0, where there is no router",
-        "norm": model.norm != "layernorm" and f"model.norm={model.norm!r}, which has no bias",
+        "mlp": not has_mlp and f"model.experts={model.experts} in every layer, and no other MLP",
+        "experts": no_experts,
+        "router": no_experts and f"{no_experts}, where there is no router",
+        "norm": no_layernorm and f"model.norm={model.norm!r}, which has no bias",
     }
     for part in model.biases:
         if reason := wrong.get(part):
@@ -214,6 +204,16 @@ def biases_have_parts(model: ResolvedModel) -> Iterator[Violation]:
             yield Violation(
                 "model.biases", f"has {part!r} with {reason}", [{"model.biases": others}]
             )
+
+
+def one_norm_is_shared(model: ResolvedModel) -> Iterator[Violation]:
+    if model.parallel_block and model.norm_place != "before":
+        yield Violation(
+            "model.norm_place",
+            "has a norm of the MLP's own, and with model.parallel_block=True attention and MLP "
+            "share one",
+            [{"model.norm_place": "before"}, {"model.parallel_block": False}],
+        )
 
 
 def router_groups_divide(model: ResolvedModel) -> Iterator[Violation]:

@@ -13,7 +13,7 @@ from jaxtrain.config import (
     ends_with_layers,
     get,
 )
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
 from jaxtrain.config.saved_values import (
     LAYER_INPUT,
@@ -97,7 +97,8 @@ def several_steps_update_alike(config: FilledConfig) -> Iterator[Violation]:
     path = "pipeline.steps_per_program"
     if config.pipeline.steps_per_program == 1 or config.mesh.stage == 1:
         return
-    elementwise = [name for name, optimizer in OPTIMIZERS.items() if optimizer.elementwise]
+    optimizers = (*OPTIMIZERS, config.optimizer.name)
+    elementwise = [name for name in optimizers if record_of(name).elementwise]
     # setting → (the values that work, the reason)
     needs: dict[str, tuple[Sequence[Any], str]] = {
         "parallel.zero": ([0, 1], "updates parameters and gradients that no data shard splits"),
@@ -125,8 +126,8 @@ def several_steps_update_alike(config: FilledConfig) -> Iterator[Violation]:
             yield Violation(path, f"{reason}, unlike {setting}={value!r}", fixes)
 
 
-def saved_values_exist(pipeline: PipelineConfig, model: ResolvedModel) -> Iterator[Violation]:
-    path, names = "pipeline.save", saved_values(model)
+def saved_values_exist(pipeline: PipelineConfig, config: FilledConfig) -> Iterator[Violation]:
+    path, names = "pipeline.save", saved_values(config.model)
     entries = tuple(dict.fromkeys(pipeline.save))
     named = names_of(entries)
     if wrong := [name for name in entries if name.removesuffix(ON_HOST) not in names]:

@@ -4,7 +4,7 @@ those that do. No jax."""
 from collections.abc import Iterator
 
 from jaxtrain.config import FilledConfig, ResolvedConfig, StoredConfig, fields, get, value_text
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.rules.rules import Violation
 
 # Fixed: what the parameters' shapes, the model's function, the data's position and the optimizer's
@@ -14,6 +14,9 @@ _FREE = (
     "model.attention_kernel",
     "model.loss_chunk",
     "model.init_std",
+    "model.dropout_residual",
+    "model.dropout_attention",
+    "model.dropout_embedding",
     "model.mtp_weight",
     "data.cache",
     "data.prefetch",
@@ -36,7 +39,7 @@ def violations(config: FilledConfig, stored: StoredConfig) -> Iterator[Violation
         free.add("model.max_positions")
     if config.model.expert_room and stored.model.expert_room:
         free.add("model.expert_room")  # a checkpoint has other parameters with and without it
-    optimizer = OPTIMIZERS[config.optimizer.name]
+    optimizer = record_of(config.optimizer.name)
     fixed = {*_FIXED, *(f"optimizer.{setting}" for setting in optimizer.fixed)}
     if config.train.diloco_inner_steps and stored.train.diloco_inner_steps:
         fixed.add("mesh.replica")  # independent replicas have parameters of their own

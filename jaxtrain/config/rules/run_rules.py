@@ -7,19 +7,54 @@ from collections.abc import Iterator
 from jaxtrain.config import (
     CheckpointConfig,
     DataConfig,
+    MeshConfig,
     OptimizerConfig,
     ParallelConfig,
+    PipelineConfig,
     PrecisionConfig,
     ResolvedModel,
     TrainConfig,
     addresses,
     kernels,
+    own_code,
     sources,
 )
 from jaxtrain.config.learning_rates import LEARNING_RATES
+from jaxtrain.config.optimizers import OPTIMIZERS, record_of
+from jaxtrain.config.own_code import OwnCodeError
 from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
+
+
+def own_code_exists(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """The optimizer's record, which later rules read, and the file of a loss."""
+    try:
+        record_of(optimizer.name)
+    except OwnCodeError as error:
+        yield Violation("optimizer.name", str(error), values_for("optimizer.name", OPTIMIZERS))
+    try:
+        _ = train.loss and own_code.digest(train.loss)
+    except OwnCodeError as error:
+        yield Violation("train.loss", str(error), [{"train.loss": ""}])
+
+
+def own_loss_fits(
+    train: TrainConfig, pipeline: PipelineConfig, mesh: MeshConfig
+) -> Iterator[Violation]:
+    if train.loss and train.z_loss:
+        yield Violation(
+            "train.z_loss",
+            f"is a term of cross-entropy, in whose place is train.loss={train.loss!r}",
+            [{"train.z_loss": 0.0}, {"train.loss": ""}],
+        )
+    if train.loss and mesh.stage > 1 and pipeline.vocabulary == "parallel":
+        yield Violation(
+            "pipeline.vocabulary",
+            f"splits a token's logits over the stages, and train.loss={train.loss!r} reads them on "
+            "one",
+            [{"pipeline.vocabulary": "auto"}, {"train.loss": ""}],
+        )
 
 
 def sequence_fits(

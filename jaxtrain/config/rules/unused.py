@@ -23,9 +23,16 @@ from jaxtrain.config import (
     sources,
     value_text,
 )
+from jaxtrain.config.groups.layer_kinds import (
+    kinds_of_layers,
+    models_of_kinds,
+    of_kind,
+    parse_entry,
+)
+from jaxtrain.config.groups.setting import with_values
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
-from jaxtrain.config.optimizers import OPTIMIZERS, READS
+from jaxtrain.config.optimizers import READS, record_of
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.config.rules.model_rules import OF_EXPERTS
 from jaxtrain.config.saved_values import MLP_OUT, ON_HOST, names_of, names_on_host
@@ -168,11 +175,11 @@ USES = (
     ),
     *(
         Use(
-            _under("optimizer", [setting for setting in READS if setting not in optimizer.reads]),
-            lambda c, name=name: c.optimizer.name != name,  # type: ignore[misc]
+            [f"optimizer.{setting}"],
+            lambda c, setting=setting: setting in record_of(c.optimizer.name).reads,  # type: ignore[misc]
             lambda c: f"with optimizer.name={c.optimizer.name!r}",
         )
-        for name, optimizer in OPTIMIZERS.items()
+        for setting in READS
     ),
     Use(_under("model", OF_EXPERTS), lambda c: c.model.experts, lambda c: "with model.experts=0"),
     Use(
@@ -181,9 +188,20 @@ USES = (
         lambda c: "with model.router_groups=1",
     ),
     Use(
-        ["model.qk_norm"],
+        _under("model", "qk_norm qk_norm_over attention_gate sinks"),
         lambda c: c.model.attention == "gqa",
         lambda c: f"with model.attention={c.model.attention!r}",
+    ),
+    Use(["model.qk_norm_over"], lambda c: c.model.qk_norm, lambda c: "with model.qk_norm=False"),
+    Use(
+        ["model.shared_gate"],
+        lambda c: c.model.shared_experts,
+        lambda c: "with model.shared_experts=0",
+    ),
+    Use(
+        ["model.activation_alpha", "model.activation_limit"],
+        lambda c: c.model.activation == "clamped_swiglu",
+        lambda c: f"with model.activation={c.model.activation!r}",
     ),
     Use(
         ["model.expert_room"],
@@ -211,7 +229,7 @@ USES = (
         lambda c: f"with model.attention={c.model.attention!r}",
     ),
     Use(
-        _under("model", ("rotary_base", "rotary_dim", "nope_layers", "rope_scaling", *OF_SCALINGS)),
+        _under("model", ("rotary_base", "rotary_dim", "rope_scaling", *OF_SCALINGS)),
         lambda c: c.model.positions == "rotary",
         lambda c: f"with model.positions={c.model.positions!r}",
     ),
@@ -253,6 +271,11 @@ USES = (
         lambda c: f"with model.positions={c.model.positions!r}",
     ),
     Use(["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
+    Use(
+        ["model.window"],
+        lambda c: c.model.window,
+        lambda c: f"with model.pattern={value_text(c.model.pattern)}, no layer of which has one",
+    ),
     Use(
         ["data.loss_mask", "data.text_fields"],
         lambda c: sources.may_have_fields(c.data.source),
@@ -361,7 +384,13 @@ OFF_TPUS = Use(
 
 def without_use(config: Config) -> set[str]:
     """The settings that have no use in a config with no mesh size of -1."""
-    return {path for use in USES if not use.used(config) for path in use.settings}
+    return {path for use in USES if not _is_used(use, config) for path in use.settings}
+
+
+def _is_used(use: Use, config: Config) -> bool:
+    """True if the settings have a use in layers of any kind."""
+    by_kind = (with_values(config, model=model) for model in models_of_kinds(config.model))
+    return any(map(use.used, by_kind))
 
 
 def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
@@ -378,7 +407,7 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
             for path in use.settings
             if path not in known and get(config, path) != fields()[path].default
         ]
-        if changed and not use.used(config):
+        if changed and not _is_used(use, config):
             known |= set(changed)
             named.setdefault(use.reason(config), []).extend(
                 f"{path}={shlex.quote(value_text(get(config, path)))}" for path in changed
@@ -391,14 +420,37 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
     return [
         *notes,
         *_more_layers_than_there_are(config.pipeline, config.model, config.mesh.stage),
-        *_names_without_use(config.pipeline, config.parallel),
+        *_names_without_use(config.pipeline, config.parallel, config.model),
+        *_kinds_without_use(config),
     ]
 
 
-def _names_without_use(pipeline: PipelineConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _kinds_without_use(config: MeshedConfig) -> Iterator[str]:
+    """Lines about kinds that no layer has, and their settings that have no use in it."""
+    model = config.model
+    kinds = kinds_of_layers(model)
+    for entry in model.kinds:
+        kind, setting, *_ = parse_entry(entry) or ("", "")
+        if kind not in kinds:
+            yield f"model.kinds={entry} has no use: no layer is of kind {kind}"
+            continue
+        of_kind_alone = with_values(config, model=of_kind(model, kind))
+        for use in USES:
+            if f"model.{setting}" in use.settings and not use.used(of_kind_alone):
+                yield f"model.kinds={entry} has no use {use.reason(of_kind_alone)}"
+                break
+    if "nope" in kinds and model.positions != "rotary":
+        pattern = value_text(model.pattern)
+        yield f"nope in model.pattern={pattern} has no use with model.positions={model.positions!r}"
+
+
+def _names_without_use(
+    pipeline: PipelineConfig, parallel: ParallelConfig, model: ModelConfig
+) -> Iterator[str]:
     """Lines about names in `pipeline.save`."""
     save = pipeline.save
-    if MLP_OUT in names_of(save):
+    is_read = any(kind.norm_place != "before" for kind in models_of_kinds(model))
+    if MLP_OUT in names_of(save) and not is_read:
         yield f"pipeline.save={MLP_OUT} saves nothing: no backward reads it"
     if names_on_host(save) and parallel.offload_to("activations") == "host":
         yield f"{ON_HOST} in pipeline.save has no use with parallel.offload={parallel.offload}"

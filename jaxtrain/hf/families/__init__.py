@@ -6,37 +6,47 @@ and the names of tensors on disk are those of transformers 5.23.0.
 """
 
 from jaxtrain.hf.families import (
-    deepseek_v2,
-    deepseek_v3,
+    cohere,
+    deepseek,
+    gemma,
     glm4_moe,
     gpt2,
-    kimi_k2,
+    gpt_oss,
     llama,
     mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
+    olmo,
+    phi3,
+    qwen,
+    qwen_moe,
     seed_oss,
     smollm3,
 )
 
 # model_type → family. A model that began here is published as the first one that can hold it.
 FAMILIES = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (
-        llama,
-        mistral,
-        qwen2,
-        qwen3,
-        smollm3,
-        seed_oss,
-        gpt2,
-        mixtral,
-        qwen3_moe,
-        glm4_moe,
-        deepseek_v3,
-        deepseek_v2,
-        kimi_k2,
+    family.model_type: family
+    for family in (
+        llama.LLAMA,
+        mistral.MISTRAL,
+        qwen.QWEN2,
+        qwen.QWEN3,
+        smollm3.SMOLLM3,
+        seed_oss.SEED_OSS,
+        gpt2.GPT2,
+        mistral.MIXTRAL,
+        qwen_moe.QWEN3_MOE,
+        glm4_moe.GLM4_MOE,
+        deepseek.DEEPSEEK_V3,
+        deepseek.DEEPSEEK_V2,
+        deepseek.KIMI_K2,
+        gemma.GEMMA2,
+        gemma.GEMMA3_TEXT,
+        gpt_oss.GPT_OSS,
+        olmo.OLMO2,
+        olmo.OLMO3,
+        phi3.PHI3,
+        cohere.COHERE,
+        cohere.COHERE2,
+        qwen_moe.QWEN3_NEXT,
     )
 }

@@ -1,5 +1,6 @@
 """A family of published models, and what several families share."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import ModelConfig, ResolvedModel
+from jaxtrain.config.groups.layer_kinds import forms_of_kinds, kinds_of_layers, of_kind
 from jaxtrain.hf.entries import (
     Fixed,
     Float,
@@ -41,6 +43,8 @@ class Family:
     aliases: other name of a field → its name in the table (transformers' `attribute_map`)
     prefix:  before the names of all tensors but the output matrix; files of older versions lack it
     dropped: the ends of names of tensors that hold no parameters
+    joins_experts: a tensor has all experts of a layer
+    unread:  the beginnings of names of tensors that the model has no use for
     """
 
     model_type: str
@@ -51,6 +55,8 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = "model."
     dropped: tuple[str, ...] = (ROTARY_BUFFER,)
+    joins_experts: bool = False
+    unread: tuple[str, ...] = ()
 
     def read(self, fields: Fields) -> Settings:
         """The settings of a config.json's model. Raises HfError for what the model cannot be."""
@@ -114,6 +120,10 @@ COMMON: tuple[TableEntry, ...] = (
 )
 
 
+SILU = Only("hidden_act", ("silu", "swish"))
+SWIGLU: tuple[TableEntry, ...] = (SILU, Fixed({"norm": "rmsnorm", "activation": "swiglu"}))
+
+
 def decoder(
     vocab: int,
     width: int,
@@ -122,10 +132,12 @@ def decoder(
     epsilon: float,
     tied: bool = False,
     remote_code: str = "",
+    epsilon_field: str = "rms_norm_eps",
+    activation: tuple[TableEntry, ...] = SWIGLU,
 ) -> tuple[TableEntry, ...]:
-    """Entries of a decoder with RMSNorm and SwiGLU.
+    """Entries of a decoder, with RMSNorm and SwiGLU unless `activation` says something else.
 
-    remote_code: see RemoteCode; the others are transformers' defaults
+    remote_code: see RemoteCode; epsilon_field: of the norms; the others are transformers' defaults
     """
     return (
         *COMMON,
@@ -133,13 +145,12 @@ def decoder(
         Integer("hidden_size", "width", width),
         Integer("num_hidden_layers", "layers", layers),
         Integer("num_attention_heads", "heads", heads),
-        Float("rms_norm_eps", "norm_epsilon", epsilon),
+        Float(epsilon_field, "norm_epsilon", epsilon),
         Float("initializer_range", "init_std", 0.02),
         Switch("tie_word_embeddings", "tied_embeddings", tied),
-        Only("hidden_act", ("silu", "swish")),
         PassedOver(("pretraining_tp", "max_window_layers")),
         Training(("attention_dropout", "hidden_dropout", "residual_dropout")),
-        Fixed({"norm": "rmsnorm", "activation": "swiglu"}),
+        *activation,
         RemoteCode(remote_code),
     )
 
@@ -171,12 +182,48 @@ DEEPSEEK_ALIASES = {
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def layers_of(model: ModelConfig) -> Iterator[tuple[int, str, tuple[int, ...]]]:
-    """(layer, name of its arrays, index in them) of all layers."""
-    for layer in range(model.dense_layers):
-        yield layer, f"first/{layer}", ()
-    for layer in range(model.layers):
-        yield model.dense_layers + layer, "layers", (layer,)
+@dataclasses.dataclass(frozen=True)
+class LayerPlace:
+    """A layer on both sides.
+
+    tensors: the beginning of its tensors' names
+    arrays:  that of its arrays' names; index: its index in them
+    model:   of the layer's kind, without experts if it has none
+    """
+
+    tensors: str
+    arrays: str
+    index: tuple[int, ...]
+    model: ResolvedModel
+
+    def vector(self, tensor: str, array: str, **taken: Any) -> TensorRule:
+        """The rule of a tensor that is stored as it is published; `taken`, `columns`: TensorRule's.
+        Both names begin with the layer's."""
+        return TensorRule(f"{self.tensors}.{tensor}", f"{self.arrays}/{array}", self.index, **taken)
+
+    def matrix(
+        self, tensor: str, array: str, biased: bool = False, **taken: Any
+    ) -> Iterator[TensorRule]:
+        """The rules of a matrix that torch has as [out, in], and of its bias."""
+        yield self.vector(f"{tensor}.weight", f"{array}/weight", transpose=True, **taken)
+        if biased:
+            yield self.vector(f"{tensor}.bias", f"{array}/bias", **taken)
+
+
+def layers_of(model: ResolvedModel, tensors: str = "model.layers") -> Iterator[LayerPlace]:
+    """The layers of a model. tensors: the beginning of all layers' names"""
+    kinds, forms = kinds_of_layers(model), forms_of_kinds(model)
+    stacked: collections.Counter[str] = collections.Counter()
+    for number, kind in enumerate(kinds):
+        of_layer = of_kind(model, kind)
+        if number < model.dense_layers:  # these are not stacked
+            of_layer = dataclasses.replace(of_layer, experts=0)
+            yield LayerPlace(f"{tensors}.{number}", f"first/{number}", (), of_layer)
+            continue
+        form = forms[kind]
+        arrays, index = f"layers/{form}".rstrip("/"), (stacked[form],)
+        stacked[form] += 1
+        yield LayerPlace(f"{tensors}.{number}", arrays, index, of_layer)
 
 
 def prediction_modules(model: ModelConfig) -> list[str]:
@@ -186,87 +233,130 @@ def prediction_modules(model: ModelConfig) -> list[str]:
     return [f"model.layers.{layers + number}" for number in range(model.mtp_depth)]
 
 
+# Where the norms of a layer are (model.norm_place) → array → tensor.
+NORMS = {
+    "before": {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    },
+    "after": {
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+}
+GATED = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}  # part of an MLP → its name
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertNames:
     """Names of a layer's experts on disk.
 
-    module:  of the layer
-    experts: part of an expert's MLP → its name
+    module, shared: of the layer, and of the experts that all tokens use
+    experts:        part of an expert's MLP → its name
     """
 
     module: str = "mlp"
-    experts: Mapping[str, str] = dataclasses.field(
-        default_factory=lambda: {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    )
+    shared: str = "shared_experts"
+    experts: Mapping[str, str] = dataclasses.field(default_factory=lambda: GATED)
+
+
+PartRules = Callable[[LayerPlace, Mapping[str, Any]], Iterator[TensorRule]]
+
+
+def attention_rules(place: LayerPlace, config: Mapping[str, Any]) -> Iterator[TensorRule]:
+    """The rules of a layer's attention. config: of the model"""
+    if place.model.attention == "mla":
+        # a family without this field has pairs
+        return _latent_attention(place, config.get("rope_interleave", True))
+    return grouped_attention(place, config)
+
+
+def grouped_attention(
+    place: LayerPlace, config: Mapping[str, Any], pairs: bool = False
+) -> Iterator[TensorRule]:
+    """The rules of grouped-query attention. pairs: the published columns of queries and keys are
+    rotated in pairs (0, 1), (2, 3), …; those of a checkpoint are halves of a head"""
+    model = place.model
+    for name, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
+        heads = {"query": model.heads, "key": model.kv_heads}.get(part, 0)
+        head = _halves(model.head_dim, True)
+        columns = (np.arange(heads)[:, None] * model.head_dim + head).ravel()
+        yield from place.matrix(
+            f"self_attn.{name}_proj",
+            f"attention/{part}",
+            ("out" if part == "out" else "qkv") in model.biases,
+            taken=columns if pairs and heads else None,
+        )
+    yield from query_and_key_norms(place)
+    if model.sinks:
+        yield place.vector("self_attn.sinks", "attention/sinks")
+
+
+def query_and_key_norms(place: LayerPlace) -> Iterator[TensorRule]:
+    """The rules of both, where the layer has them."""
+    if place.model.qk_norm:
+        yield place.vector("self_attn.q_norm.weight", "attention/query_norm/scale")
+        yield place.vector("self_attn.k_norm.weight", "attention/key_norm/scale")
+
+
+def mlp_rules(
+    place: LayerPlace, config: Mapping[str, Any], names: ExpertNames = ExpertNames()
+) -> Iterator[TensorRule]:
+    """The rules of a layer's MLP, or of its experts."""
+    if place.model.experts:
+        yield from _experts(place, names)
+        return
+    for part, name in GATED.items():
+        yield from place.matrix(f"mlp.{name}", f"mlp/{part}", "mlp" in place.model.biases)
 
 
 def decoder_rules(
-    model: ResolvedModel, config: Mapping[str, Any], names: ExpertNames = ExpertNames()
+    model: ResolvedModel,
+    config: Mapping[str, Any],
+    attention: PartRules = attention_rules,
+    mlp: PartRules = mlp_rules,
 ) -> Iterator[TensorRule]:
     """The rules of a decoder as Llama is published, with any kind of attention and MLP that the
-    model has."""
+    model has.
+
+    attention, mlp: the rules of these parts of a layer
+    """
+
+    def layer(place: LayerPlace) -> Iterator[TensorRule]:
+        norms = NORMS[model.norm_place]
+        if model.parallel_block:  # attention and MLP read one norm
+            norms = {"attention_norm": norms["attention_norm"]}
+        for array, tensor in norms.items():
+            yield place.vector(f"{tensor}.weight", f"{array}/scale")
+        yield from attention(place, config)
+        yield from mlp(place, config)
+
     yield TensorRule("model.embed_tokens.weight", "embed/table")
     yield TensorRule("model.norm.weight", "head/norm/scale")
     if not model.tied_embeddings:
         yield TensorRule("lm_head.weight", "head/table")
-    # a family without this field has pairs
-    interleaved = config.get("rope_interleave", True)
-    for layer, arrays, index in layers_of(model):
-        # the layers before those with experts are not stacked
-        experts = names if model.experts and index else None
-        yield from _layer(model, interleaved, experts, f"model.layers.{layer}", arrays, index)
+    for place in layers_of(model):
+        yield from layer(place)
     for number, module in enumerate(prediction_modules(model)):
-        arrays, experts = f"predictors/{number}", names if model.experts else None
+        arrays = f"predictors/{number}"
         yield TensorRule(f"{module}.enorm.weight", f"{arrays}/token_norm/scale")
         yield TensorRule(f"{module}.hnorm.weight", f"{arrays}/hidden_norm/scale")
         yield TensorRule(f"{module}.eh_proj.weight", f"{arrays}/project/weight", transpose=True)
-        yield from _layer(model, interleaved, experts, module, f"{arrays}/block", ())
+        block = dataclasses.replace(place, tensors=module, arrays=f"{arrays}/block", index=())
+        yield from layer(block)
         yield TensorRule(f"{module}.shared_head.norm.weight", f"{arrays}/norm/scale")
 
 
-def _layer(
-    model: ResolvedModel,
-    interleaved: bool,
-    experts: ExpertNames | None,
-    tensors: str,
-    arrays: str,
-    index: tuple[int, ...],
-) -> Iterator[TensorRule]:
-    """Rules of a layer. interleaved: as in `_latent_attention`; experts: None for an MLP"""
-    yield TensorRule(f"{tensors}.input_layernorm.weight", f"{arrays}/attention_norm/scale", index)
-    yield TensorRule(
-        f"{tensors}.post_attention_layernorm.weight", f"{arrays}/mlp_norm/scale", index
-    )
-    attention, stored = f"{tensors}.self_attn", f"{arrays}/attention"
-    if model.attention == "mla":
-        yield from _latent_attention(model, interleaved, attention, stored, index)
-    else:  # grouped queries: both sides rotate halves of a head
-        for name, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
-            bias = ("out" if part == "out" else "qkv") in model.biases
-            yield from _matrix(f"{attention}.{name}_proj", f"{stored}/{part}", index, bias)
-        if model.qk_norm:
-            yield TensorRule(f"{attention}.q_norm.weight", f"{stored}/query_norm/scale", index)
-            yield TensorRule(f"{attention}.k_norm.weight", f"{stored}/key_norm/scale", index)
-    if experts:
-        yield from _experts(model, experts, tensors, f"{arrays}/mlp", index)
-    else:
-        for part in ("gate", "up", "down"):
-            names = f"{tensors}.mlp.{part}_proj", f"{arrays}/mlp/{part}"
-            yield from _matrix(*names, index, "mlp" in model.biases)
-
-
-def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iterator[TensorRule]:
-    """Rules of a matrix, and of its bias."""
-    yield TensorRule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
-    if bias:
-        yield TensorRule(f"{tensor}.bias", f"{array}/bias", index)
-
-
-def _latent_attention(
-    model: ResolvedModel, interleaved: bool, tensors: str, arrays: str, index: tuple[int, ...]
-) -> Iterator[TensorRule]:
+def _latent_attention(place: LayerPlace, interleaved: bool) -> Iterator[TensorRule]:
     """Rules of an attention through latents. Its rotated columns are pairs if `interleaved`, and
     halves in a checkpoint."""
+    model = place.model
     plain, rope, queries, latent = (
         model.head_dim,
         model.rope_head_dim,
@@ -277,25 +367,20 @@ def _latent_attention(
     head = np.concatenate([np.arange(plain), plain + rotated])
     heads = (np.arange(model.heads)[:, None] * (plain + rope) + head).ravel()
     key = np.concatenate([np.arange(latent), latent + rotated])
-    matrix = lambda name, part, taken=None, columns=None, kind="weight": TensorRule(
-        f"{tensors}.{name}.{kind}",
-        f"{arrays}/{part}/{kind}",
-        index,
-        kind == "weight",
-        taken,
-        columns,
+    biased = "qkv" in model.biases  # of the matrices that compress
+    compress = lambda name, taken, columns: place.matrix(
+        f"self_attn.{name}", "attention/compress", biased, taken=taken, columns=columns
     )
-    for kind in ("weight", "bias") if "qkv" in model.biases else ("weight",):
-        if queries:
-            yield matrix("q_a_proj", "compress", None, (0, queries), kind)
-        columns = (queries, queries + latent + rope)
-        yield matrix("kv_a_proj_with_mqa", "compress", key, columns, kind)
     if queries:
-        yield TensorRule(f"{tensors}.q_a_layernorm.weight", f"{arrays}/query_norm/scale", index)
-    yield matrix("q_b_proj" if queries else "q_proj", "query", heads)
-    yield TensorRule(f"{tensors}.kv_a_layernorm.weight", f"{arrays}/norm/scale", index)
-    yield matrix("kv_b_proj", "expand")
-    yield from _matrix(f"{tensors}.o_proj", f"{arrays}/out", index, "out" in model.biases)
+        yield from compress("q_a_proj", None, (0, queries))
+    yield from compress("kv_a_proj_with_mqa", key, (queries, queries + latent + rope))
+    if queries:
+        yield place.vector("self_attn.q_a_layernorm.weight", "attention/query_norm/scale")
+    query = "q_b_proj" if queries else "q_proj"
+    yield from place.matrix(f"self_attn.{query}", "attention/query", taken=heads)
+    yield place.vector("self_attn.kv_a_layernorm.weight", "attention/norm/scale")
+    yield from place.matrix("self_attn.kv_b_proj", "attention/expand")
+    yield from place.matrix("self_attn.o_proj", "attention/out", "out" in model.biases)
 
 
 def _halves(size: int, interleaved: bool) -> np.ndarray:
@@ -304,18 +389,20 @@ def _halves(size: int, interleaved: bool) -> np.ndarray:
     return np.concatenate([order[::2], order[1::2]]) if interleaved else order
 
 
-def _experts(
-    model: ResolvedModel, names: ExpertNames, tensors: str, arrays: str, index: tuple[int, ...]
-) -> Iterator[TensorRule]:
+def _experts(place: LayerPlace, names: ExpertNames) -> Iterator[TensorRule]:
     """Rules of a layer's router, of its experts, and of those that all tokens use."""
-    module = f"{tensors}.{names.module}"
-    yield TensorRule(f"{module}.gate.weight", f"{arrays}/router/weight", index, transpose=True)
+    model, module = place.model, names.module
+    yield from place.matrix(f"{module}.gate", "mlp/router")
     if model.router_bias:
-        yield TensorRule(f"{module}.gate.e_score_correction_bias", f"{arrays}/router/bias", index)
+        yield place.vector(f"{module}.gate.e_score_correction_bias", "mlp/router/bias")
     for part, name in names.experts.items():
         for expert in range(model.experts):
-            tensor = f"{module}.experts.{expert}.{name}.weight"
-            yield TensorRule(tensor, f"{arrays}/{part}", (*index, expert), transpose=True)
+            one = dataclasses.replace(place, index=(*place.index, expert))
+            yield one.vector(
+                f"{module}.experts.{expert}.{name}.weight", f"mlp/{part}", transpose=True
+            )
         if model.shared_experts:
-            tensor = f"{module}.shared_experts.{name}.weight"
-            yield TensorRule(tensor, f"{arrays}/shared_{part}", index, transpose=True)
+            shared = f"{module}.{names.shared}.{name}"
+            yield place.vector(f"{shared}.weight", f"mlp/shared_{part}", transpose=True)
+            if "mlp" in model.biases:
+                yield place.vector(f"{shared}.bias", f"mlp/shared_biases/{part}")

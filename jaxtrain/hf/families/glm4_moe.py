@@ -2,13 +2,12 @@
 
 from jaxtrain.hf.entries import (
     Biases,
-    DenseLayers,
     Float,
+    FullAttention,
     Integer,
     Predictions,
     RotaryPositions,
     Switch,
-    Window,
 )
 from jaxtrain.hf.families.family import (
     DEEPSEEK_ALIASES,
@@ -18,10 +17,11 @@ from jaxtrain.hf.families.family import (
     decoder,
     decoder_rules,
 )
+from jaxtrain.hf.layer_types import DenseLayers
 
 LONGEST = 131072
 
-FAMILY = Family(
+GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     models="GLM-4.5, 4.5-Air, 4.6",
@@ -41,7 +41,7 @@ FAMILY = Family(
         Switch("use_qk_norm", "qk_norm", False),
         Biases("attention_bias", ("qkv",), False),
         RotaryPositions(LONGEST, part=0.5),
-        Window(LONGEST),
+        FullAttention(LONGEST),
         DenseLayers("first_k_dense_replace", "dense_layers", 1),
         Predictions("num_nextn_predict_layers", "mtp_depth", 1),
         ROUTER_TRAINING,

@@ -36,19 +36,17 @@ def _gpt2_rules(model: ResolvedModel, config: Mapping[str, Any]) -> Iterator[Ten
         "mlp.c_fc": ("mlp/up", both[1]),
         "mlp.c_proj": ("mlp/down", both[1]),
     }
-    for layer, arrays, index in layers_of(model):
-        tensors = f"transformer.h.{layer}"
+    for place in layers_of(model, "transformer.h"):
         for module, (array, parts) in modules.items():
             for name, part in parts.items():
-                yield TensorRule(f"{tensors}.{module}.{name}", f"{arrays}/{array}/{part}", index)
+                yield place.vector(f"{module}.{name}", f"{array}/{part}")
         for number, part in enumerate(("query", "key", "value")):
             columns = np.arange(model.width) + number * model.width
             for name in ("weight", "bias"):
-                tensor, array = f"{tensors}.attn.c_attn.{name}", f"{arrays}/attention/{part}/{name}"
-                yield TensorRule(tensor, array, index, taken=columns)
+                yield place.vector(f"attn.c_attn.{name}", f"attention/{part}/{name}", taken=columns)
 
 
-FAMILY = Family(
+GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     models="GPT-2",

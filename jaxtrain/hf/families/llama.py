@@ -2,18 +2,18 @@
 
 from jaxtrain.hf.entries import (
     Biases,
+    FullAttention,
     Integer,
     Only,
     PassedOver,
     RotaryPositions,
     WholeHeads,
-    Window,
 )
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 
 LONGEST = 2048
 
-FAMILY = Family(
+LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     models="Llama 2, 3, 3.1, 3.2, SmolLM2, Yi",
@@ -26,7 +26,7 @@ FAMILY = Family(
         Biases("mlp_bias", ("mlp",), False),
         WholeHeads(),
         RotaryPositions(LONGEST),
-        Window(LONGEST),
+        FullAttention(LONGEST),
         Only("rope_interleaved", (False,), written=False),
         PassedOver(("is_llama_config", "pad_to_multiple_of")),
     ),

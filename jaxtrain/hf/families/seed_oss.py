@@ -1,11 +1,11 @@
 """Seed-OSS."""
 
-from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, Window
+from jaxtrain.hf.entries import Biases, FullAttention, Integer, RotaryPositions
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 
 LONGEST = 524288
 
-FAMILY = Family(
+SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     models="Seed-OSS 36B",
@@ -18,7 +18,7 @@ FAMILY = Family(
         Biases("attention_out_bias", ("out",), False),
         Biases("mlp_bias", ("mlp",), False),
         RotaryPositions(LONGEST),
-        Window(LONGEST),
+        FullAttention(LONGEST),
     ),
     rules=decoder_rules,
 )

@@ -20,16 +20,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel, delta
-from jaxtrain.parallel.dropout import dropped, keep
+from jaxtrain.parallel.dropout import dropped
 
 # of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
 LEAST_KEYS = 1024
 LEAST_BLOCK = 64  # tokens: a smaller block's products are too small for a matmul unit
 MOST_BLOCKS = 1 << 15  # whose pairs an int32 counts
 SCORES = 1 << 24  # at a time, over the batch and the heads: 64 MB in float32
+# The least number of blocks in a window: a block of queries meets one more block of keys.
+WINDOW_BLOCKS = 6
 
 
 def block_size(batch_heads: int, chunk: int, keys: int) -> int:
@@ -44,9 +47,24 @@ def block_size(batch_heads: int, chunk: int, keys: int) -> int:
     )
 
 
-def is_long(batch_heads: int, chunk: int, keys: int) -> bool:
+def window_block_size(batch_heads: int, window: int) -> int:
+    """Tokens of a block for queries that see so many keys, in steps of 8; no divisor of anything,
+    since the last block may be filled up."""
+    before = window - 1
+    count = max(WINDOW_BLOCKS, -(-before // math.isqrt(SCORES // batch_heads)))
+    return max(LEAST_BLOCK, -(-before // (8 * count)) * 8)
+
+
+def is_long(batch_heads: int, chunk: int, keys: int, window: int = 0) -> bool:
     """True if attention to this number of keys, in chunks of this length, goes block by block."""
-    return keys >= LEAST_KEYS and block_size(batch_heads, chunk, keys) < chunk
+    return keys >= LEAST_KEYS and (window > 0 or block_size(batch_heads, chunk, keys) < chunk)
+
+
+def _filled_up(a: jax.Array, before: int, after: int) -> jax.Array:
+    """[B, T, …] with so many zeros before and after the tokens."""
+    if not before and not after:
+        return a
+    return jnp.pad(a, ((0, 0), (before, after), *((0, 0),) * (a.ndim - 2)))
 
 
 class _BlockPairs:
@@ -54,36 +72,61 @@ class _BlockPairs:
     goes over. Blocks of queries and of keys have one size."""
 
     def __init__(self, inputs: Inputs):
-        q, k, _, sight, segments, noise = inputs
-        self.batch, self.tokens, self.heads, self.head_dim = q.shape
-        self.groups = k.shape[2]
+        q, k, _, sight, segments, noise, scores = inputs
+        self.batch, self.tokens, self.heads, head_dim = q.shape
+        self.key_tokens, self.groups, self.window = k.shape[1], k.shape[2], sight.window
+        self.scale, self.softcap = scores.factor(head_dim), scores.softcap
+        batch_heads = self.batch * self.heads
         full_chunks = jnp.asarray(sight.full_chunks, jnp.int32)
         chunk = self.tokens // len(full_chunks)
-        self.size = block_size(self.batch * self.heads, chunk, k.shape[1])
-        # A chunk of queries meets each of the n² pairs of blocks of a chunk that it sees in full,
-        # and the pairs on and below the diagonal of its own.
-        n = chunk // self.size
-        self.steps = sight.pairs * n * n + (
-            n * (n + 1) // 2 * len(full_chunks) if sight.diagonal else 0
-        )
-        on_diagonal = jnp.arange(1, chunk + 1) if sight.diagonal else jnp.zeros(chunk, jnp.int32)
-        # the number of keys, from the lowest on, that a query sees
-        self.limit_IX = (full_chunks[:, None] * chunk + on_diagonal).reshape(-1, self.size)
+        # tokens that fill up the first block of keys, and the last one of queries and of keys
+        self.before, self.after = 0, 0
+        # the lowest block of keys for each block of queries
+        self._lowest_I: Any = None
+        if sight.window and len(full_chunks) == 1:
+            # numpy: a program needs to know how often it loops
+            self.size = window_block_size(batch_heads, sight.window)
+            self.before, self.after = -(self.key_tokens - chunk) % self.size, -chunk % self.size
+            limits = np.arange(self.before + self.key_tokens + self.after, dtype=np.int32) + 1
+            limits_IX = limits[-(chunk + self.after) :].reshape(-1, self.size)
+            lowest_I = np.maximum(limits_IX[:, 0] - sight.window, 0) // self.size
+            self.limit_IX, self._lowest_I = jnp.asarray(limits_IX), jnp.asarray(lowest_I)
+            self.steps = int((limits_IX[:, -1] // self.size - lowest_I).sum())
+        else:
+            self.size = block_size(batch_heads, chunk, self.key_tokens)
+            # A chunk of queries meets each of the n² pairs of blocks of a chunk that it sees in
+            # full, and the pairs on and below the diagonal of its own.
+            n = chunk // self.size
+            self.steps = sight.pairs * n * n + (
+                n * (n + 1) // 2 * len(full_chunks) if sight.diagonal else 0
+            )
+            on_diagonal = (
+                jnp.arange(1, chunk + 1) if sight.diagonal else jnp.zeros(chunk, jnp.int32)
+            )
+            # the number of keys, from the lowest on, that a query sees
+            self.limit_IX = (full_chunks[:, None] * chunk + on_diagonal).reshape(-1, self.size)
         # Blocks of keys for each block of queries: its last query sees most. Step s is the pair
         # (_of_queries[s], _of_keys[s]), one block of queries after the other, so that the softmax's
         # running sums are of one block at a time.
         counts = -(-self.limit_IX[:, -1] // self.size)
+        if self._lowest_I is not None:
+            counts -= self._lowest_I
         self._of_queries = jnp.repeat(
             jnp.arange(len(counts)), counts, total_repeat_length=self.steps
         )
         self._of_keys = jnp.arange(self.steps) - (jnp.cumsum(counts) - counts)[self._of_queries]
+        if self._lowest_I is not None:
+            self._of_keys += self._lowest_I[self._of_queries]
         cut = lambda a: jnp.swapaxes(a.reshape(self.batch, -1, self.size), 0, 1)
-        self._segments = None if segments is None else [cut(a) for a in segments]
+        self._segments = segments and [
+            cut(_filled_up(a, before, self.after))
+            for a, before in zip(segments, (0, self.before), strict=True)
+        ]
         self._noise = None if noise is None else self.queries(noise)
 
     def queries(self, a_BTNH):
         """[B, T, N, …] → [I, B, K, R, …]."""
-        a = a_BTNH.reshape(
+        a = _filled_up(a_BTNH, 0, self.after).reshape(
             self.batch, -1, self.size, self.groups, self.heads // self.groups, *a_BTNH.shape[3:]
         )
         # The query heads of a key/value head are rows of the same products.
@@ -95,43 +138,52 @@ class _BlockPairs:
         a = a_IBKR.reshape(
             *a_IBKR.shape[:3], self.heads // self.groups, self.size, *a_IBKR.shape[4:]
         )
-        return jnp.moveaxis(a, range(5), (1, 0, 3, 4, 2)).reshape(
-            self.batch, self.tokens, self.heads, *a_IBKR.shape[4:]
+        a = jnp.moveaxis(a, range(5), (1, 0, 3, 4, 2)).reshape(
+            self.batch, self.tokens + self.after, self.heads, *a_IBKR.shape[4:]
         )
+        return a[:, : self.tokens]
 
     def keys(self, a_BSKH):
         """[B, S, K, H] → [J, B, K, X, H]."""
+        a = _filled_up(a_BSKH, self.before, self.after)
         return jnp.transpose(
-            a_BSKH.reshape(self.batch, -1, self.size, *a_BSKH.shape[2:]), (1, 0, 3, 2, 4)
+            a.reshape(self.batch, -1, self.size, *a_BSKH.shape[2:]), (1, 0, 3, 2, 4)
         )
 
     def from_keys(self, a_JBKXH):
         """The inverse of `keys`: [J, B, K, X, H] → [B, S, K, H]."""
-        return a_JBKXH.transpose(1, 0, 3, 2, 4).reshape(
-            self.batch, -1, self.groups, a_JBKXH.shape[-1]
-        )
+        a = a_JBKXH.transpose(1, 0, 3, 2, 4).reshape(self.batch, -1, self.groups, a_JBKXH.shape[-1])
+        return a[:, self.before : self.before + self.key_tokens]
 
     def scores(self, q_BKRH, k_BKXH, i, j):
-        """Masked scores of a block of queries and a block of keys, float32 [B, K, R, X]."""
-        s = (
-            jnp.einsum("bkrh,bkxh->bkrx", q_BKRH, k_BKXH, preferred_element_type=jnp.float32)
-            * self.head_dim**-0.5
-        )
-        seen = j * self.size + jnp.arange(self.size) < self.limit_IX[i][:, None]
+        """(masked scores of a block of queries and a block of keys, float32 [B, K, R, X]; their
+        derivative by the products of queries and keys, where they are not masked)."""
+        products = jnp.einsum("bkrh,bkxh->bkrx", q_BKRH, k_BKXH, preferred_element_type=jnp.float32)
+        s, by_product = products * self.scale, self.scale
+        if self.softcap:
+            bounded = jnp.tanh(s / self.softcap)
+            s, by_product = bounded * self.softcap, (1 - bounded**2) * self.scale
+        limit = self.limit_IX[i][:, None]
+        key = j * self.size + jnp.arange(self.size)
+        seen = key < limit
+        if self.window:
+            seen &= key >= limit - self.window
         if self._segments is not None:
             of_queries, of_keys = (
                 a[n][:, None, None] for a, n in zip(self._segments, (i, j), strict=True)
             )
             seen = seen & (of_queries[..., :, None] == of_keys[..., None, :])
         by_head = s.reshape(self.batch, self.groups, -1, self.size, self.size)
-        return jnp.where(seen, by_head, MASKED).reshape(s.shape)
+        return jnp.where(seen, by_head, MASKED).reshape(s.shape), by_product
 
     def weighted(self, weights_BKRX, rate: float, i, j):
         """The weights of a block's scores, or other numbers in their places, after dropout."""
         if self._noise is None:
             return weights_BKRX
-        keys = j * self.size + jnp.arange(self.size)
-        return dropped(weights_BKRX, keep(self._noise[i][..., None], keys, rate), rate)
+        distance = self.limit_IX[i][:, None] - 1 - (j * self.size + jnp.arange(self.size))
+        by_head = lambda a: a.reshape(self.batch, self.groups, -1, self.size, a.shape[-1])
+        noise = by_head(self._noise[i][..., None])
+        return dropped(by_head(weights_BKRX), noise, distance, rate).reshape(weights_BKRX.shape)
 
     def loop(self, step, carry: Any):
         """The carry after step(i, j, whether j is the lowest for i, carry) for every pair of a
@@ -140,7 +192,8 @@ class _BlockPairs:
         def body(state):
             n, carry = state
             i, j = self._of_queries[n], self._of_keys[n]
-            return n + 1, step(i, j, j == 0, carry)
+            lowest = 0 if self._lowest_I is None else self._lowest_I[i]
+            return n + 1, step(i, j, j == lowest, carry)
 
         return lax.while_loop(lambda state: state[0] < self.steps, body, (0, carry))[1]
 
@@ -161,7 +214,7 @@ def output_and_lse(inputs: Inputs, dtype, rate: float = 0.0) -> tuple[jax.Array,
         )
         # The online softmax: sums so far are relative to the highest score so far, and shrink when
         # a block has a higher one.
-        scores = blocks.scores(q[i], k[j], i, j)
+        scores, _ = blocks.scores(q[i], k[j], i, j)
         highest = jnp.maximum(top, scores.max(-1))
         powers, shrink = jnp.exp(scores - highest[..., None]), jnp.exp(top - highest)
         total = total * shrink + powers.sum(-1)
@@ -202,15 +255,16 @@ def gradients(residuals: AttentionResiduals, g_BTNV, dtype, rate: float = 0.0):
 
     def step(i, j, begins, carry):
         dq_block, dq, dk, dv = carry
-        weights = jnp.exp(blocks.scores(q[i], k[j], i, j) - lse[i][..., None])
+        scores, by_product = blocks.scores(q[i], k[j], i, j)
+        weights = jnp.exp(scores - lse[i][..., None])
         by_weights = blocks.weighted(product("bkrv,bkxv->bkrx", g[i], v[j]), rate, i, j)
-        by_scores = weights * (by_weights - inner[i][..., None]) * blocks.head_dim**-0.5
+        by_products = weights * (by_weights - inner[i][..., None]) * by_product
         weights = blocks.weighted(weights, rate, i, j).astype(g.dtype)
-        by_scores = by_scores.astype(q.dtype)
+        by_products = by_products.astype(q.dtype)
         # The steps of a block of queries follow each other, so dQ's sum is one block. A block of
         # keys comes back with each block of queries, so the sums of dK and dV are entire arrays.
-        dq_block = jnp.where(begins, 0.0, dq_block) + product("bkrx,bkxh->bkrh", by_scores, k[j])
-        dk = dk.at[j].add(product("bkrx,bkrh->bkxh", by_scores, q[i]))
+        dq_block = jnp.where(begins, 0.0, dq_block) + product("bkrx,bkxh->bkrh", by_products, k[j])
+        dk = dk.at[j].add(product("bkrx,bkrh->bkxh", by_products, q[i]))
         dv = dv.at[j].add(product("bkrx,bkrv->bkxv", weights, g[i]))
         return dq_block, dq.at[i].set(dq_block.astype(dtype)), dk, dv
 
@@ -219,7 +273,6 @@ def gradients(residuals: AttentionResiduals, g_BTNV, dtype, rate: float = 0.0):
     return blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
 
 
-@functools.cache  # one kernel for a rate, so that jax knows it again
 def kernel(rate: float = 0.0) -> Kernel:
     """The kernel, with dropout of this rate where its inputs have noise."""
     forward = functools.partial(output_and_lse, rate=rate)

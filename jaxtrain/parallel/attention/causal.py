@@ -11,25 +11,29 @@ R the query heads of a key/value head × tokens.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config import ResolvedModel
 from jaxtrain.config.kernels import (
     CUDNN,
     CUDNN_MASK,
+    NEIGHBOURS,
     SPLASH,
     TPU,
     XLA,
     AttentionCase,
     attention_kernel,
+    reach,
 )
 from jaxtrain.devices.sharding import constrain, shards
 from jaxtrain.parallel.attention import blockwise, context, cudnn, flash, kv_cache, ring, splash
-from jaxtrain.parallel.attention.flash import Kernel
+from jaxtrain.parallel.attention.context import Sight
+from jaxtrain.parallel.attention.flash import PLAIN, Kernel, Scores
 from jaxtrain.parallel.attention.heads import by_heads
-from jaxtrain.parallel.dropout import dropped, head_noise, keep
+from jaxtrain.parallel.dropout import WEIGHTS, WeightDropout, dropped
+from jaxtrain.parallel.random_bits import combined
 from jaxtrain.parallel.target_device import target_device
 
 HEADS = ("batch", "token", "heads", None)
@@ -39,44 +43,35 @@ KV_HEADS = ("batch", "token", "kv_heads", None)
 SCOPE = "attention"
 
 
-class WeightDropout(NamedTuple):
-    """The dropout of attention's weights (parallel/dropout.py).
-
-    noise_BTN: uint32, of each query and head; None: nothing is dropped
-    rate:      model.dropout_attention
-    """
-
-    noise_BTN: jax.Array | None = None
-    rate: float = 0.0
-
-
-NO_DROPOUT = WeightDropout()
-
-
 def attend(
     q_BTNH,
     k_BSKH,
     v_BSKH,
     mask=None,
     mask_is_causal: bool = False,
-    dropout: WeightDropout = NO_DROPOUT,
+    dropout: WeightDropout | None = None,
+    window: int = 0,
+    scores: Scores = PLAIN,
 ) -> jax.Array:
-    """Scaled dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a
-    head for several query heads, and values another size than keys.
+    """Dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a head for
+    several query heads, and values another size than keys.
 
-    mask: bool [B or 1, 1, T, S], true where a query sees a key; None: causal, with T = S
-    mask_is_causal: no query of the mask sees a later key (T = S), so most of the scores above the
-        diagonal are not computed; the result is the same
+    mask: bool [B or 1, 1, T, S], true where a query sees a key; None: causal, with its `window`
+    mask_is_causal: the queries are the last tokens of the keys, and the mask lets none see a later
+        key, or one before its `window` (0: any). Most of the scores that no query sees are then not
+        computed; the result is the same
     """
-    out = grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, mask_is_causal, dropout)
+    arrays = q_BTNH, k_BSKH, v_BSKH
+    out = grouped_attention(*arrays, mask, mask_is_causal, dropout, window, scores)
     return constrain(out, HEADS)
 
 
-def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
+def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask, scores: Scores = PLAIN) -> jax.Array:
     """`attend` by cuDNN, which adds the mask to the scores as numbers."""
     # jax's function wants keys and values of one size: the smaller ones are padded with zeros,
     # which change no score, and the padding of the result is cut off.
-    (size, of_values), scale = (q_BTNH.shape[-1], v_BSKH.shape[-1]), q_BTNH.shape[-1] ** -0.5
+    size, of_values = q_BTNH.shape[-1], v_BSKH.shape[-1]
+    scale = scores.factor(size)
 
     def filled(a):
         missing = max(size, of_values) - a.shape[-1]
@@ -100,38 +95,52 @@ def causal_blocks(tokens: int) -> int:
     return next(n for n in (4, 2, 1) if n == 1 or (tokens % n == 0 and tokens // n >= 128))
 
 
+def causal_mask(tokens: int, keys: int, window: int = 0) -> jax.Array:
+    """bool [tokens, keys]: which key each of the last `tokens` tokens sees, at most `window`."""
+    every, before = jnp.ones((tokens, keys), bool), keys - tokens
+    mask = jnp.tril(every, before)
+    return mask & jnp.triu(every, before - window + 1) if window else mask
+
+
 def grouped_attention(
     q_BTNH,
     k_BSKH,
     v_BSKH,
     mask=None,
     mask_is_causal: bool = False,
-    dropout: WeightDropout = NO_DROPOUT,
+    dropout: WeightDropout | None = None,
+    window: int = 0,
+    scores: Scores = PLAIN,
 ) -> jax.Array:
     """`attend` without the result's sharding."""
     # `jax.nn.dot_product_attention` would have the heads of a group as a fifth dimension, and
     # transposes for it: 5 % of a training step on CPU (benchmarks/README.md).
     t, s = q_BTNH.shape[1], k_BSKH.shape[1]
     if mask is not None and not mask_is_causal:
-        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout)
-    mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if mask is None else mask
+        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout, scores)
+    mask = causal_mask(t, s, window)[None, None] if mask is None else mask
     n = causal_blocks(t)
     blocks = [(i * t // n, (i + 1) * t // n) for i in range(n)]
-    noise, rate = dropout
-    out = [
-        _block_attention(
-            q_BTNH[:, a:b],
-            k_BSKH[:, :b],
-            v_BSKH[:, :b],
-            mask[:, :, a:b, :b],
-            WeightDropout(None if noise is None else noise[:, a:b], rate),
+    out = []
+    for a, b in blocks:
+        queries = slice(a, b)
+        keys = slice(max(0, s - t + a - window + 1) if window else 0, s - t + b)
+        out.append(
+            _block_attention(
+                q_BTNH[:, queries],
+                k_BSKH[:, keys],
+                v_BSKH[:, keys],
+                mask[:, :, queries, keys],
+                dropout and dropout.part(queries, keys.start),
+                scores,
+            )
         )
-        for a, b in blocks
-    ]
     return jnp.concatenate(out, 1) if n > 1 else out[0]
 
 
-def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout: WeightDropout) -> jax.Array:
+def _block_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask, dropout: WeightDropout | None, rule: Scores
+) -> jax.Array:
     """Attention of one block of queries, with a softmax in float32."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
@@ -140,46 +149,77 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout: WeightDropout) -> ja
         b, k, n // k * t, *sizes
     )
     q_BKRH = by_keys(q_BTNH, h)
-    scores = (
-        jnp.einsum("bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32) * h**-0.5
-    )
+    scores = jnp.einsum(
+        "bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32
+    ) * rule.factor(h)
+    if rule.softcap:
+        scores = rule.softcap * jnp.tanh(scores / rule.softcap)
     scores = jnp.where(mask[:, :, None], scores.reshape(b, k, n // k, t, s), -1e30).reshape(
         scores.shape
     )
     # The softmax does not change with what is subtracted, so the maximum has no gradient.
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - top)
     weighted = weights
-    if dropout.noise_BTN is not None:
-        kept = keep(by_keys(dropout.noise_BTN)[..., None], jnp.arange(s), dropout.rate)
-        weighted = dropped(weights, kept, dropout.rate)
+    if dropout:
+        distance_TS = dropout.position_T[:, None] - jnp.arange(s)
+        distance_RS = jnp.tile(distance_TS, (n // k, 1))
+        noise_BKR1 = by_keys(dropout.noise_BTN)[..., None]
+        weighted = dropped(weights, noise_BKR1, distance_RS, dropout.rate)
     out_BKRH = jnp.einsum(
         "bkrs,bskh->bkrh", weighted.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
     )
     # The sum divides the product and not the weights: the output has fewer columns than the scores.
-    out_BKRH = (out_BKRH / weights.sum(-1, keepdims=True)).astype(v_BSKH.dtype)
+    total = weights.sum(-1, keepdims=True)
+    if rule.sinks is not None:
+        sinks_KR1 = jnp.repeat(rule.sinks.astype(jnp.float32).reshape(k, n // k, 1), t, 1)
+        total += jnp.exp(sinks_KR1 - top)
+    out_BKRH = (out_BKRH / total).astype(v_BSKH.dtype)
     return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """The settings of a config that choose how attention is computed.
+    """The settings of a config that choose what attention computes, and how.
 
     context:  parallel.context, the collectives for sequences that `context` splits
     kernel:   model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
               program is traced for
     backward: model.attention_backward
     dropout:  model.dropout_attention
+    window:   model.window
+    scores:   model.attention_scale and model.attention_softcap
     """
 
     context: str = "all_gather"
     kernel: str = "auto"
     backward: str = "auto"
     dropout: float = 0.0
+    window: int = 0
+    scores: Scores = PLAIN
+
+    @staticmethod
+    def of(cfg: ResolvedModel, context: str) -> "AttentionSettings":
+        """The settings of a model. context: parallel.context"""
+        return AttentionSettings(
+            context,
+            cfg.attention_kernel,
+            cfg.attention_backward,
+            cfg.dropout_attention,
+            cfg.window,
+            Scores(cfg.attention_scale, cfg.attention_softcap),
+        )
 
 
 @functools.partial(jax.named_call, name=SCOPE)
 def attend_causal(
-    q, k, v, segments_BT, settings: AttentionSettings = AttentionSettings(), noise_BT=None
+    q,
+    k,
+    v,
+    segments_BT,
+    settings: AttentionSettings = AttentionSettings(),
+    noise_BT=None,
+    sinks_N=None,
 ) -> jax.Array:
     """Causal self-attention of complete sequences → [B, T, N, H of v], also where `context` splits
     them. q, k, v [B, T, heads, size of a head] are of this device's tokens.
@@ -187,104 +227,121 @@ def attend_causal(
     segments_BT: int32, the document of each token, which sees no token of another document; None: a
         sequence is one document
     noise_BT: of the layer (parallel/dropout.py); None: no weight is dropped
+    sinks_N: as of Scores
     """
-    rate = settings.dropout if noise_BT is not None else 0.0
-    noise = constrain(head_noise(noise_BT, q.shape[2]), HEADS[:3]) if rate else None
-    parts, way = context.size(), settings.context
-    # By ulysses a device has complete sequences, of some heads; else two chunks of each.
-    in_chunks = parts > 1 and way != "ulysses"
+    dropout, rate = None, settings.dropout if noise_BT is not None else 0.0
+    if rate:
+        noise_BTN = combined(combined(noise_BT, WEIGHTS)[..., None], jnp.arange(q.shape[2]))
+        position_T = context.positions(q.shape[1])[0]
+        dropout = WeightDropout(constrain(noise_BTN, HEADS[:3]), position_T, rate)
+    parts, scores = context.size(), dataclasses.replace(settings.scores, sinks=sinks_N)
+    tokens = q.shape[1] * parts
+    window = settings.window if settings.window < tokens else 0
+    way = reach(settings.context, parts, tokens, window)
     case = AttentionCase(
         target_device(),
         bits=8 * q.dtype.itemsize,
         key_size=q.shape[-1],
         value_size=v.shape[-1],
-        queries=q.shape[1] // 2 if in_chunks else q.shape[1] * parts,
-        keys=q.shape[1] * parts,
+        queries=q.shape[1] // 2 if way else tokens,
+        keys=tokens,
         documents=segments_BT is not None,
-        context=way if in_chunks else "",
+        context=way,
         dropout=rate > 0,
+        window=window,
+        softcap=scores.softcap > 0,
+        sinks=sinks_N is not None,
     )
     chosen = attention_kernel(case, settings.kernel).kernel
     kernel = _flash_kernel(chosen, q.shape, case, settings.backward, rate)
-    unsplit = functools.partial(_attend_unsplit, kernel, chosen, rate)
+    local = functools.partial(_attend_local, kernel, chosen, window)
+    if way == NEIGHBOURS:
+        chunks = functools.partial(local, scores)
+        result = context.attend_by_neighbours(chunks, q, k, v, segments_BT, dropout, window)
+        return constrain(result, HEADS)
     if parts == 1:
-        return unsplit(q, k, v, segments_BT, noise)
-    if way == "ulysses":
-        return context.attend_by_heads(unsplit, q, k, v, segments_BT, noise)
+        pair = None if segments_BT is None else (segments_BT, segments_BT)
+        return local(scores, q, k, v, pair, dropout)
+    if not way:  # ulysses
+        of_heads = lambda sinks, *arrays: local(dataclasses.replace(scores, sinks=sinks), *arrays)
+        return context.attend_by_heads(of_heads, q, k, v, segments_BT, dropout, sinks_N)
     if way == "ring":  # in XLA always by blocks, however few keys a device has
-        return constrain(ring.attend(kernel or blockwise.KERNEL, q, k, v, segments_BT), HEADS)
+        ring_kernel = kernel or blockwise.KERNEL
+        return constrain(ring.attend(ring_kernel, q, k, v, segments_BT, scores), HEADS)
     if kernel:
-        return constrain(
-            context.attend_by_gather(
-                functools.partial(flash.attend, kernel), q, k, v, segments_BT, noise
-            ),
-            HEADS,
-        )
-    return context.attend_by_halves(
-        functools.partial(_attend_by_mask, chosen, rate), q, k, v, segments_BT, noise
-    )
+        attend_all = lambda *inputs: flash.attend(kernel, *inputs, scores)
+        result = context.attend_by_gather(attend_all, q, k, v, segments_BT, dropout, window)
+        return constrain(result, HEADS)
+    by_mask = attend_by_cudnn_mask if chosen == CUDNN_MASK else attend
+    attend_half = functools.partial(by_mask, scores=scores)
+    return context.attend_by_halves(attend_half, q, k, v, segments_BT, dropout, window)
 
 
-def attend_cached(q, k, v, start, requested: str) -> jax.Array:
-    """Attention of T tokens to S slots of a cache: query t sees slots up to start + t. Splash
-    attends for a prompt's many tokens if it is the chosen kernel; otherwise plain XLA does. Each
-    device of `context` attends to its own slots (parallel/attention/kv_cache.py).
-
-    requested: model.attention_kernel
+def attend_cached(
+    q,
+    extended: kv_cache.Extended,
+    start,
+    settings: AttentionSettings = AttentionSettings(),
+    sinks_N=None,
+) -> jax.Array:
+    """Attention of T tokens from position `start` on, which are in a cache of keys and values.
+    Splash attends for a prompt's many tokens if it is the chosen kernel and there are no sinks;
+    otherwise plain XLA does. Each device of `context` attends to its own slots
+    (parallel/attention/kv_cache.py).
     """
-    (t, s), device = (q.shape[1], k.shape[1]), target_device()
-    local_slots = s // shards(kv_cache.SLOT)
+    k, v = (a.astype(q.dtype) for a in extended.seen)
+    (t, s), device, window = (q.shape[1], k.shape[1]), target_device(), settings.window
+    in_order = extended.is_text is not None
+    keys = t if in_order else s // shards(kv_cache.SLOT)
     case = AttentionCase(
         device,
         8 * q.dtype.itemsize,
         q.shape[-1],
         v.shape[-1],
         queries=t,
-        keys=local_slots,
+        keys=keys,
         documents=False,
         context="cache",
+        window=window,
+        softcap=settings.scores.softcap > 0,
+        sinks=sinks_N is not None,
     )
-    if attention_kernel(case, requested).kernel == SPLASH and splash.takes(t, local_slots):
+    by_splash = attention_kernel(case, settings.kernel).kernel == SPLASH and splash.takes(t, keys)
+    if by_splash and sinks_N is None and (in_order or not window):
         kernel = splash.kernel(interpret=device.platform != TPU)
-        return constrain(kv_cache.attend_by_kernel(kernel, q, k, v, start), HEADS)
-    mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
-    return attend(q, k, v, mask)
+        arrays = kernel, q, k, v, settings.scores
+        if in_order:
+            return constrain(kv_cache.attend_in_order(*arrays, extended.is_text, window), HEADS)
+        return constrain(kv_cache.attend_by_kernel(*arrays, start), HEADS)
+    scores = dataclasses.replace(settings.scores, sinks=sinks_N)
+    return attend(q, k, v, extended.mask, in_order, None, window, scores)
 
 
-def _attend_by_mask(chosen: str, rate: float, q, k, v, mask, noise) -> jax.Array:
-    """`attend` by cuDNN or in XLA."""
-    if chosen == CUDNN_MASK:
-        return attend_by_cudnn_mask(q, k, v, mask)
-    return attend(q, k, v, mask, dropout=WeightDropout(noise, rate))
-
-
-def _attend_unsplit(
-    kernel: Kernel | None, chosen: str, rate: float, q, k, v, segments, noise
+def _attend_local(
+    kernel: Kernel | None,
+    chosen: str,
+    window: int,
+    scores: Scores,
+    q,
+    k,
+    v,
+    segments,
+    dropout: WeightDropout | None,
 ) -> jax.Array:
-    """Causal attention over complete sequences, all tokens of which are on one device."""
+    """Causal attention to keys of one device: those of the queries' tokens, or also those of the
+    window before them. segments: of queries and of keys, or None"""
     if kernel:
-        return constrain(
-            flash.attend(
-                kernel,
-                q,
-                k,
-                v,
-                context.CAUSAL,
-                None if segments is None else (segments, segments),
-                noise,
-            ),
-            HEADS,
-        )
-    mask, t = None, q.shape[1]
+        sight, noise = Sight((0,), window=window), dropout and dropout.noise_BTN
+        return constrain(flash.attend(kernel, q, k, v, sight, segments, noise, scores), HEADS)
+    mask = None
     if segments is not None:
-        mask = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(
-            jnp.ones((t, t), bool)
+        of_queries, of_keys = segments
+        mask = (of_queries[:, None, :, None] == of_keys[:, None, None, :]) & causal_mask(
+            q.shape[1], k.shape[1], window
         )
-    return (
-        attend_by_cudnn_mask(q, k, v, mask)
-        if chosen == CUDNN_MASK
-        else attend(q, k, v, mask, mask_is_causal=True, dropout=WeightDropout(noise, rate))
-    )
+    if chosen == CUDNN_MASK:
+        return attend_by_cudnn_mask(q, k, v, mask, scores)
+    return attend(q, k, v, mask, True, dropout, window, scores)
 
 
 def _flash_kernel(
@@ -297,8 +354,10 @@ def _flash_kernel(
         batch_heads = batch_heads * shape[1] // case.keys
     if chosen == SPLASH:
         return splash.kernel(case.device.platform != TPU, backward)
-    if chosen == CUDNN and (not case.documents or cudnn.is_addressable(shape)):
+    if chosen == CUDNN and (not case.has_segments or cudnn.is_addressable(shape)):
         return cudnn.KERNEL
-    if chosen in (XLA, CUDNN) and blockwise.is_long(batch_heads, case.queries, case.keys):
+    window = 0 if case.context == "all_gather" else case.window
+    is_long = blockwise.is_long(batch_heads, case.queries, case.kernel_keys, window)
+    if chosen in (XLA, CUDNN) and is_long:
         return blockwise.kernel(rate)
     return None

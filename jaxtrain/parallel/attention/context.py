@@ -12,6 +12,15 @@ Everything but attention is local to a token. There are three ways to attend:
                 heads, and another one returns the results (Jacobs et al. 2023)
     ring        keys and values pass from device to device in a ring (parallel/attention/ring.py)
 
+In a layer with a window a device gets only the tokens that its own see, the last ones of the chunks
+before its two, instead of all_gather and ring (`attend_by_neighbours`); config/kernels.py: reach
+says from which window on these would be no fewer than all. Lower chunks send to the next device,
+upper ones to the one before, and the last device has two consecutive chunks:
+
+    device      0       1       2       3
+    chunks      0 7     1 6     2 5     3 4
+    lower       0 ────► 1 ────► 2 ────► 3          upper     7 ◄──── 6 ◄──── 5 ◄──── 4 ◄─ 3
+
 Begin with `Sight` and one of the functions `attend_by_…`.
 
 Inside the runtime's manual region these functions take a device's tokens. With one device along
@@ -28,14 +37,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.devices.mesh import CONTEXT, all_gather, manual_size
+from jaxtrain.devices.mesh import CONTEXT, STAGE, all_gather, manual_size, on_cpu
 from jaxtrain.parallel.attention.heads import by_heads
+from jaxtrain.parallel.dropout import WeightDropout
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["full_chunks", "start"],
-    meta_fields=["pairs", "diagonal"],
+    meta_fields=["pairs", "diagonal", "window"],
 )
 @dataclasses.dataclass(frozen=True)
 class Sight:
@@ -47,15 +57,21 @@ class Sight:
         same on every device
     start: int32, the number of keys before these chunks, which all queries see; negative where the
         keys begin after the queries do; for splash alone
+    window: number of keys that a query sees at most, the last ones of those above, in a sight with
+        the diagonal; 0: all. Queries in one chunk are then the last tokens of the keys'
     """
 
     full_chunks: jax.Array | tuple[int, ...]
     pairs: int = 0
     diagonal: bool = True
     start: jax.Array | None = None
+    window: int = 0
 
 
 CAUSAL = Sight((0,))  # of an unsplit sequence
+# The name of a call that adds other devices' tokens to a device's own. When a layer is cut into ops
+# it counts as a gather does: no device saves these tokens (runtime/layers/equations.py).
+NEIGHBOURS_TOKENS = "neighbours_tokens"
 
 
 def size() -> int:
@@ -118,19 +134,34 @@ def _all_keys(k, v, segments):
     return k, v, None if segments is None else (segments, _gathered(segments))
 
 
-def attend_by_gather(attend: Callable, q, k, v, segments, noise=None):
+def attend_by_gather(
+    attend: Callable,
+    q,
+    k,
+    v,
+    segments,
+    dropout: WeightDropout | None = None,
+    window: int = 0,
+):
     """attend(q, k, v, sight, segments of queries and of keys, noise) with the keys of the unsplit
-    sequence; q, k, v are this device's [B, T, heads, head dimension], and noise, of dropout, is of
-    its queries [B, T, heads]."""
+    sequence; q, k, v are this device's [B, T, heads, head dimension]; noise is that of dropout."""
     parts, i = size(), lax.axis_index(CONTEXT)
     k, v, documents = _all_keys(k, v, segments)
-    sight = Sight(jnp.stack([i, 2 * parts - 1 - i]), 2 * parts - 1)
-    return attend(q, k, v, sight, documents, noise)
+    sight = Sight(jnp.stack([i, 2 * parts - 1 - i]), 2 * parts - 1, window=window)
+    return attend(q, k, v, sight, documents, dropout and dropout.noise_BTN)
 
 
-def attend_by_halves(attend: Callable, q, k, v, segments, noise=None) -> jax.Array:
-    """`attend_by_gather` for attend(q, k, v, mask, noise). Each chunk of queries is attended to on
-    its own, the lower one with the keys that it sees on any device."""
+def attend_by_halves(
+    attend: Callable,
+    q,
+    k,
+    v,
+    segments,
+    dropout: WeightDropout | None = None,
+    window: int = 0,
+) -> jax.Array:
+    """`attend_by_gather` for attend(q, k, v, mask, dropout=…). Each chunk of queries is attended to
+    on its own, the lower one with the keys that it sees on any device."""
     # The lower chunk of a device is in the lower half of the sequence on every device, so half of
     # the keys will do, a number that is the same in every device's program.
     t, query_positions = q.shape[1], positions(q.shape[1])
@@ -140,24 +171,116 @@ def attend_by_halves(attend: Callable, q, k, v, segments, noise=None) -> jax.Arr
         queries = slice(begin, begin + t // 2)
         at = jnp.arange(keys, dtype=jnp.int32)[None]
         mask = query_positions[:, None, queries, None] >= at[:, None, None, :]
+        if window:
+            mask &= query_positions[:, None, queries, None] - at[:, None, None, :] < window
         if documents is not None:
             mask &= documents[0][:, None, queries, None] == documents[1][:, None, None, :keys]
-        of_queries = None if noise is None else noise[:, queries]
-        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask, of_queries))
+        more = {"dropout": dropout.part(queries)} if dropout else {}
+        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask, **more))
     return jnp.concatenate(out, 1)
 
 
-def attend_by_heads(attend: Callable, q, k, v, segments, noise=None) -> jax.Array:
-    """attend(q, k, v, segments, noise) over unsplit sequences of a part of the heads."""
+def attend_by_heads(
+    attend: Callable, q, k, v, segments, dropout: WeightDropout | None = None, sinks_N=None
+) -> jax.Array:
+    """attend(sinks, q, k, v, segments of queries and of keys, dropout) over unsplit sequences of a
+    part of the heads."""
     # An all-to-all splits the heads and joins the tokens: a device sends each of its numbers to one
     # other, where an all-gather sends them to all. Its results are in the order of the devices, and
     # causal kernels want that of the text.
-    parts = size()
+    parts, i = size(), lax.axis_index(CONTEXT)
     to_heads = lambda a: in_text_order(lax.all_to_all(a, CONTEXT, 2, 1, tiled=True), parts)
     to_tokens = lambda a: lax.all_to_all(_in_device_order(a, parts), CONTEXT, 1, 2, tiled=True)
     q, k, v = (by_heads(to_heads, (a,)) for a in (q, k, v))
     if segments is not None:
-        segments = _gathered(segments)
-    if noise is not None:
-        noise = by_heads(to_heads, (noise,))
-    return by_heads(to_tokens, (attend(q, k, v, segments, noise),))
+        segments = (_gathered(segments),) * 2
+    if dropout:
+        noise, position_T = by_heads(to_heads, (dropout.noise_BTN,)), jnp.arange(q.shape[1])
+        dropout = WeightDropout(noise, position_T, dropout.rate)
+    if sinks_N is not None:
+        own = lambda a, i: jnp.take(a.reshape(1, 1, parts, -1), i, 2)
+        sinks_N = by_heads(own, (sinks_N[None, None],), (i,))[0, 0]
+    return by_heads(to_tokens, (attend(sinks_N, q, k, v, segments, dropout),))
+
+
+def attend_by_neighbours(
+    attend: Callable, q, k, v, segments, dropout: WeightDropout | None, window: int
+) -> jax.Array:
+    """attend(q, k, v, segments of queries and of keys, dropout) for each of this device's chunks,
+    with its window's keys: queries [2·B, T/2, …] are the last tokens of the keys [2·B, T/2 + window
+    − 1, …]. Where there are no tokens before a chunk, keys are zeros in a segment of their own."""
+    batch, chunk = q.shape[0], q.shape[1] // 2
+    if segments is None:
+        segments = jnp.zeros(q.shape[:2], jnp.int32)
+    widened = functools.partial(_with_neighbours, count=window - 1)
+    k, v = (by_heads(widened, (a,)) for a in (k, v))
+    in_chunks = lambda a: a.reshape(2 * batch, chunk, *a.shape[2:])
+    # Where nothing arrives, 0 does.
+    pair = in_chunks(segments), widened(segments + 1) - 1
+    if dropout:
+        position_T = window - 1 + jnp.arange(chunk)
+        dropout = WeightDropout(in_chunks(dropout.noise_BTN), position_T, dropout.rate)
+    return attend(in_chunks(q), k, v, pair, dropout).reshape(batch, 2 * chunk, q.shape[2], -1)
+
+
+def _with_neighbours(x: jax.Array, count: int) -> jax.Array:
+    """[B, T, …] → [2·B, count + T/2, …]: each chunk after the `count` tokens before it, zeros where
+    there are none. count: at most `size()` − 1 chunks"""
+    parts, chunk = size(), x.shape[1] // 2
+
+    def neighbours_tokens(x):
+        lower, upper = x[:, :chunk], x[:, chunk:]
+        of_lower, of_upper = [lower], [upper]
+        for hop in range(1, -(-count // chunk) + 1):
+            seen = slice(max(0, hop * chunk - count), chunk)
+            # Chunk n gets those of chunk n − hop: an upper chunk those of an upper one, or beyond
+            # the sequence's middle of a lower one, which one hop away is the last device's own.
+            upwards = tuple((i, i + hop) for i in range(parts - hop))
+            downwards = tuple((i + hop, i) for i in range(parts - hop))
+            middle = tuple((i, 2 * parts - 1 - hop - i) for i in range(parts - hop, parts))
+            is_last = lax.axis_index(CONTEXT) == parts - 1
+            from_lower = (
+                jnp.where(is_last, lower[:, seen], 0) if hop == 1 else send(lower[:, seen], middle)
+            )
+            of_lower.insert(0, send(lower[:, seen], upwards))
+            of_upper.insert(0, send(upper[:, seen], downwards) + from_lower)
+        joined = jnp.stack([jnp.concatenate(of_lower, 1), jnp.concatenate(of_upper, 1)], 1)
+        return joined.reshape(-1, *joined.shape[2:])
+
+    assert neighbours_tokens.__name__ == NEIGHBOURS_TOKENS
+    return jax.jit(neighbours_tokens)(x)
+
+
+# A custom_vjp: gradients go the other way, and need no more than that.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def send(x: jax.Array, pairs: tuple[tuple[int, int], ...]) -> jax.Array:
+    """The x of the device that is in `pairs` (sender, receiver) with this one; 0 on a device that
+    receives nothing.
+
+    With one stage by a permute. With several only some stages run an op, and in XLA's CPU backend a
+    permute waits for all devices of the program (docs/traps.md). A ragged all-to-all then sends;
+    its groups are the devices of `context` in one stage. The CPU backend has none: there a plain
+    all-to-all sends zeros to the other devices.
+    """
+    if manual_size(STAGE) == 1:
+        return lax.ppermute(x, CONTEXT, pairs)
+    c, i = size(), lax.axis_index(CONTEXT)
+    receivers, senders = np.full((2, c), c)  # c: none
+    for sender, receiver in pairs:
+        receivers[sender], senders[receiver] = receiver, sender
+    to, source = jnp.asarray(receivers)[i], jnp.asarray(senders)[i]
+    if on_cpu():
+        sent = jnp.zeros((c, *x.shape), x.dtype).at[to].set(x, mode="drop")
+        return lax.all_to_all(sent, CONTEXT, 0, 0).at[source].get(mode="fill", fill_value=0)
+    begin = jnp.zeros(c, jnp.int32)
+    rows_of = lambda other: jnp.where(jnp.arange(c) == other, x.shape[0], 0)
+    arrived = (lax.empty if len(pairs) == c else jnp.zeros)(x.shape, x.dtype)
+    return lax.ragged_all_to_all(
+        *(x, arrived, begin, rows_of(to), begin, rows_of(source)), axis_name=CONTEXT
+    )
+
+
+send.defvjp(
+    lambda x, pairs: (send(x, pairs), None),
+    lambda pairs, _, g: (send(g, tuple((receiver, sender) for sender, receiver in pairs)),),
+)

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from jaxtrain.parallel.attention.flash import AttentionResiduals, Inputs, Kernel
+from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel
 
 # Documents of a sequence, on average, in a call: workspace and launches grow with this number, and
 # a batch with more documents takes another call.
@@ -51,7 +51,6 @@ COMMON: dict[str, Any] = {
     "dropout_rate": 0.0,
     "variadic_args": (False, False),
     "layout": cudnn.AttentionLayout.BTNH.value,
-    "sliding_window_length": None,
 } | ({} if jax.__version_info__ < (0, 12) else {"score_mod_name": None, "score_mod_jaxpr": None})
 
 # what jax asks before it traces or lowers attention → answers of an H100 with cuDNN 9.14
@@ -169,18 +168,19 @@ def _in_calls(
 
 
 def _operands(
-    q: jax.Array, k: jax.Array, documents: _Documents | None
+    q: jax.Array, k: jax.Array, window: int, documents: _Documents | None
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """The operands of both primitives after queries, keys and values, and parameters."""
     # The primitives take all operands that cuDNN knows (bias, lengths, offsets, pages), empty if
     # unused.
     unused = jnp.zeros(0, q.dtype)
+    common = COMMON | {"sliding_window_length": window or None}
     if documents is None:
-        return [unused] * 7, COMMON | {"mask_type": cudnn.MaskType.CAUSAL}
+        return [unused] * 7, common | {"mask_type": cudnn.MaskType.CAUSAL}
     # cuDNN counts offsets in numbers, and keys may have fewer heads than queries.
     offsets = [documents.starts * (a.shape[2] * a.shape[3]) for a in (q, k)]
     operands = [unused, documents.lengths, documents.lengths, *offsets, unused, unused]
-    return operands, COMMON | {"mask_type": cudnn.MaskType.PADDING_CAUSAL}
+    return operands, common | {"mask_type": cudnn.MaskType.PADDING_CAUSAL}
 
 
 def _of_one_size(segments, *arrays: jax.Array) -> list[jax.Array]:
@@ -193,14 +193,25 @@ def _of_one_size(segments, *arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
+def _after(count: int, a: jax.Array, value: float = 0.0) -> jax.Array:
+    """[B, T, …] after so many more tokens of this value."""
+    widths = ((0, 0), (count, 0), *((0, 0),) * (a.ndim - 2))
+    return jnp.pad(a, widths, constant_values=value) if count else a
+
+
 def _forward(inputs: Inputs, dtype):
-    """Kernel.forward, for complete sequences under a causal mask alone."""
-    segments = inputs.segments
+    """Kernel.forward, for complete sequences under a causal mask alone, or for their last tokens'
+    queries, with segments."""
+    segments, window = inputs.segments, inputs.sight.window
     q, k, v = _of_one_size(segments, *inputs[:3])
-    scale = inputs.q.shape[-1] ** -0.5
+    # cuDNN begins queries and keys at the same token: there are queries of 0 before, whose results
+    # are cut off.
+    before = k.shape[1] - q.shape[1]
+    q = _after(before, q)
+    scale = inputs.scores.factor(inputs.q.shape[-1])
 
     def call(documents: _Documents | None) -> tuple:
-        operands, parameters = _operands(q, k, documents)
+        operands, parameters = _operands(q, k, window, documents)
         out, statistics = cudnn._dot_product_attention_fwd_p.bind(
             q, k, v, *operands, **parameters, scale=scale, is_training=True
         )
@@ -215,26 +226,30 @@ def _forward(inputs: Inputs, dtype):
 
     if segments is None:
         return call(None)
-    shape = (*inputs.q.shape[:3], inputs.v.shape[-1])
-    return _in_calls(
-        segments[0],
+    shape = (*q.shape[:3], inputs.v.shape[-1])
+    out, lse = _in_calls(
+        segments[1],
         call,
         (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)),
     )
+    return out[:, before:], lse[:, before:]
 
 
 def _backward(residuals: AttentionResiduals, g_BTNV, dtype):
     """Kernel.backward, all gradients of `dtype`."""
     inputs, out_BTNV, lse_BTN = residuals
     arrays, segments = (inputs.q, inputs.k, inputs.v), inputs.segments
-    input_dtype, scale = arrays[0].dtype, arrays[0].shape[-1] ** -0.5
+    input_dtype, scale = inputs.q.dtype, inputs.scores.factor(inputs.q.shape[-1])
     # cuDNN wants all operands of one type; the gradient may come in another.
     q, k, v, g, out = _of_one_size(
         segments, *arrays, g_BTNV.astype(input_dtype), out_BTNV.astype(input_dtype)
     )
+    before = k.shape[1] - q.shape[1]
+    q, g, out = (_after(before, a) for a in (q, g, out))
+    lse_BTN = _after(before, lse_BTN, -MASKED)  # which makes weights of 0
 
     def call(documents: _Documents | None) -> tuple:
-        operands, parameters = _operands(q, k, documents)
+        operands, parameters = _operands(q, k, inputs.sight.window, documents)
         statistics = lse_BTN.swapaxes(1, 2)
         if documents is not None:  # the inverse: each token's numbers where cuDNN expects them
             statistics = jnp.zeros((documents.count, *statistics.shape[1:]), jnp.float32)
@@ -250,7 +265,9 @@ def _backward(residuals: AttentionResiduals, g_BTNV, dtype):
 
     if segments is None:
         return call(None)
-    return _in_calls(segments[0], call, [jax.ShapeDtypeStruct(a.shape, dtype) for a in arrays])
+    shapes = [jax.ShapeDtypeStruct((*k.shape[:2], *a.shape[2:]), dtype) for a in arrays]
+    dq, dk, dv = _in_calls(segments[1], call, shapes)
+    return dq[:, before:], dk, dv
 
 
 KERNEL = Kernel(_forward, _backward)

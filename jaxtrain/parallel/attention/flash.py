@@ -6,6 +6,11 @@ computes the scores once more, a block at a time (FlashAttention-2, Dao 2023, al
 
     P = exp(S − lse)    dV = Pᵀ dO    dS = P ∘ (dO Vᵀ − delta)    dQ = dS K    dK = dSᵀ Q
 
+A sink (gpt-oss) is one more score of each query's softmax, whose value is 0. No kernel knows it:
+attention with a sink is attention without it, times exp(lse − total), where total is the logarithm
+of exp(lse) + exp(sink). With that output and total for lse the formulas above hold, as for a part
+of the keys, and the sink's gradient is −Σ exp(sink − total) · delta.
+
 The kernels are in parallel/attention/blockwise.py (plain XLA), parallel/attention/splash.py (TPUs)
 and parallel/attention/cudnn.py (NVIDIA GPUs).
 
@@ -29,6 +34,30 @@ from jaxtrain.parallel.attention.heads import HEADS, row_major, row_major_part
 MASKED = -1e30  # the log-sum-exp of a query that sees nothing
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["sinks"], meta_fields=["scale", "softcap"]
+)
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How scores follow from products of queries and keys, before the mask.
+
+    scale:   factor of a product; 0: 1/sqrt(size of a key)
+    softcap: c, which makes c·tanh(s/c) of that (Gemma 2, arXiv:2408.00118, section 2); 0: nothing
+    sinks:   one more score for all queries of a head, [N], which has no value; or None
+    """
+
+    scale: float = 0.0
+    softcap: float = 0.0
+    sinks: jax.Array | None = None
+
+    def factor(self, key_size: int) -> float:
+        """The factor of products."""
+        return self.scale or key_size**-0.5
+
+
+PLAIN = Scores()
+
+
 class Inputs(NamedTuple):
     """The arrays of attention, of a device's own heads.
 
@@ -36,8 +65,9 @@ class Inputs(NamedTuple):
     sight:    the keys that queries see
     segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): the document of each
               token; a query sees keys of its own document alone
-    noise:    None, or uint32 [B, T, N] of queries and heads: weights are dropped by it and by the
-              key's index (parallel/dropout.py), in blockwise.py alone
+    noise:    None, or that of dropout, uint32 [B, T, N] (parallel/dropout.py); blockwise.py alone
+              reads it
+    scores:   from products to scores; no kernel reads the sinks
     """
 
     q: jax.Array
@@ -46,6 +76,7 @@ class Inputs(NamedTuple):
     sight: Sight
     segments: tuple[jax.Array, jax.Array] | None = None
     noise: jax.Array | None = None
+    scores: Scores = PLAIN
 
 
 class AttentionResiduals(NamedTuple):
@@ -78,7 +109,8 @@ class Kernel:
 
 
 # splits over `model`: heads are on different devices, sight and segments the same on all
-SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P(), HEADS))
+SINKS = P(MODEL)
+SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P(), HEADS, SINKS))
 LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
 
 
@@ -87,17 +119,40 @@ def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:
     return jnp.einsum("btnv,btnv->btn", g_BTNV, out_BTNV, preferred_element_type=jnp.float32)
 
 
+def with_sinks(out_BTNV: jax.Array, lse_BTN: jax.Array, sinks_N: jax.Array | None):
+    """Output, of its type, and log-sum-exp with the sinks, if there are any."""
+    if sinks_N is None:
+        return out_BTNV, lse_BTN
+    total = jnp.logaddexp(lse_BTN, sinks_N.astype(jnp.float32))
+    return (out_BTNV * jnp.exp(lse_BTN - total)[..., None]).astype(out_BTNV.dtype), total
+
+
+def gradient_of_sinks(sinks_N: jax.Array | None, g_BTNV, out_BTNV, lse_BTN) -> jax.Array | None:
+    """The sinks' gradient [N], by the output and log-sum-exp with them."""
+    if sinks_N is None:
+        return None
+    weights = jnp.exp(sinks_N.astype(jnp.float32) - lse_BTN)
+    return -(weights * delta(g_BTNV, out_BTNV)).sum((0, 1)).astype(sinks_N.dtype)
+
+
 # A custom_vjp: kernels have no gradient that jax knows, and one of plain XLA's loop would save the
 # scores of every block.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
-    kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, noise=None
+    kernel: Kernel,
+    q_BTNH,
+    k_BSKH,
+    v_BSKV,
+    sight: Sight,
+    segments=None,
+    noise=None,
+    scores: Scores = PLAIN,
 ) -> jax.Array:
     """Attention by a kernel → [B, T, N, V]; the heads of all arrays are split over `model`."""
-    return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments, noise)[0]
+    return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments, noise, scores)[0]
 
 
-def _attend(kernel, q, k, v, sight, segments, noise):
+def _attend(kernel, q, k, v, sight, segments, noise, scores):
     """The output, and AttentionResiduals with the log-sum-exp as [B, N, T]."""
 
     # [B, N, T] is the order in which TPU's and GPU's kernels write and read the log-sum-exp. In
@@ -105,9 +160,10 @@ def _attend(kernel, q, k, v, sight, segments, noise):
     # moved to the device and back (seen in programs compiled ahead of time).
     def run(inputs: Inputs):
         out, lse_BTN = kernel.forward(inputs, inputs.v.dtype)
+        out, lse_BTN = with_sinks(out, lse_BTN, inputs.scores.sinks)
         return out, row_major_part(jnp.moveaxis(lse_BTN, 2, 1))
 
-    inputs = Inputs(q, k, v, sight, segments, noise)
+    inputs = Inputs(q, k, v, sight, segments, noise, scores)
     out, lse_BNT = over_model(run, (SPLITS,), (HEADS, LSE))(inputs)
     # Without this XLA lays the output out by heads, and transposes it for the next product.
     out = row_major(out)
@@ -117,15 +173,19 @@ def _attend(kernel, q, k, v, sight, segments, noise):
 def _attend_backward(kernel, residuals, g):
     def run(residuals: AttentionResiduals, g):
         lse_BTN = jnp.moveaxis(row_major_part(residuals.lse), 1, 2)
-        return kernel.backward(residuals._replace(lse=lse_BTN), g, residuals.inputs.q.dtype)
+        residuals = residuals._replace(lse=lse_BTN)
+        inputs = residuals.inputs
+        of_sinks = gradient_of_sinks(inputs.scores.sinks, g, residuals.out, lse_BTN)
+        return kernel.backward(residuals, g, inputs.q.dtype), of_sinks
 
     # On each device's own heads: the partitioner cannot split a kernel, and would gather its
     # inputs.
-    gradients = over_model(run, (AttentionResiduals._make((SPLITS, HEADS, LSE)), HEADS), HEADS)(
-        residuals, g
-    )
-    arrays = residuals.inputs[:3]  # q, k, v; the others have no gradients
-    return *(d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True)), None, None, None
+    gradients, of_sinks = over_model(
+        run, (AttentionResiduals._make((SPLITS, HEADS, LSE)), HEADS), (HEADS, SINKS)
+    )(residuals, g)
+    arrays, scores = residuals.inputs[:3], residuals.inputs.scores  # the others have no gradients
+    of_arrays = (d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True))
+    return *of_arrays, None, None, None, dataclasses.replace(scores, sinks=of_sinks)
 
 
 attend.defvjp(_attend, _attend_backward)

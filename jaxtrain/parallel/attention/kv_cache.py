@@ -8,6 +8,11 @@
                        m = max over devices of m_i
                        output = Σ exp(m_i − m) · values_i / Σ exp(m_i − m) · sum_i
 
+The cache of a layer with a window of W tokens is a ring of W slots, or of all if these are fewer:
+the token at position p is in slot p mod W. A single new token is written over the one that leaves
+the window, and sees all slots. Several tokens of a prompt see the ring, in the order of the text,
+and behind it each other; the ring is then made anew from the last of both.
+
 Scores and sums in plain XLA (`attention.attend`) need no code for that: the partitioner makes
 all-reduces of the maximum, the sum and the weighted values, which have no dimension of slots
 (flash-decoding; Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). This
@@ -18,7 +23,8 @@ Shape suffixes: B batch, T query tokens, S slots, N heads, K key/value heads, H 
 keys, V of values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +34,76 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT, MODEL
 from jaxtrain.devices.sharding import shards
 from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import Inputs, Kernel
+from jaxtrain.parallel.attention.flash import Inputs, Kernel, Scores
 from jaxtrain.parallel.attention.heads import on_each_device
 
 SLOT = "slot"  # the logical axis of a cache's slots
+RING = "ring_slot"  # of slots in a ring
+
+
+class Extended(NamedTuple):
+    """A layer's cache with T new tokens, and what these attend to.
+
+    cache:   arrays [B, S, …]
+    seen:    arrays [B, slots, …], the cache, or a prompt's tokens behind those of a ring
+    mask:    bool [1, 1, T, slots], which slots a new token sees
+    is_text: bool [slots] where `seen` is in the order of the text, false before its beginning
+    """
+
+    cache: tuple[jax.Array, ...]
+    seen: tuple[jax.Array, ...]
+    mask: jax.Array
+    is_text: jax.Array | None = None
+
+
+def slots_of(tokens: int, window: int) -> tuple[int, str]:
+    """(the number, the logical axis) of the slots of a layer's cache, for at most so many tokens.
+    window: 0: all tokens are seen"""
+    if not window:
+        return tokens, SLOT
+    parts = shards(RING)
+    return -(-min(tokens, window) // parts) * parts, RING
+
+
+def extended(
+    cache: Sequence[jax.Array],
+    tokens: Sequence[jax.Array],
+    start: jax.Array,
+    count: int | jax.Array,
+    window: int,
+) -> Extended:
+    """A layer's cache with new tokens, arrays [B, T, …], at positions from `start` on.
+
+    count: the number of tokens that are no padding; a ring has the others nowhere. window: 0: all
+    tokens are seen; start + T must then not exceed S
+    """
+    t, slots = tokens[0].shape[1], cache[0].shape[1]
+    pairs = list(zip(cache, tokens, strict=True))
+    slot, query = jnp.arange(slots), start + jnp.arange(t)[:, None]
+    if not window:
+        written = tuple(write(old, new, start) for old, new in pairs)
+        return Extended(written, written, (slot <= query)[None, None])
+    if is_one(count):
+        written = tuple(write(old, new[:, :1], start % slots) for old, new in pairs)
+        seen = (start - slot) % slots <= jnp.minimum(start, window - 1)
+        return Extended(written, written, jnp.broadcast_to(seen, (1, 1, t, slots)))
+    in_order = (start + slot) % slots
+    seen_tokens = tuple(
+        jnp.concatenate([jnp.take(old, in_order, 1), new.astype(old.dtype)], 1)
+        for old, new in pairs
+    )
+    position = start - slots + jnp.arange(slots + t)
+    is_text = position >= 0
+    mask = is_text & (position <= query) & (position > query - window)
+    # the newest position of each slot, and the place of its token
+    newest = start + count - 1 - (start + count - 1 - slot) % slots
+    written = tuple(jnp.take(all_tokens, newest - start + slots, 1) for all_tokens in seen_tokens)
+    return Extended(written, seen_tokens, mask[None, None], is_text)
+
+
+def is_one(count: int | jax.Array) -> bool:
+    """True for a number of tokens that is known to be 1 when the program is traced."""
+    return isinstance(count, int) and count == 1
 
 
 def write(layer: jax.Array, tokens: jax.Array, start: jax.Array) -> jax.Array:
@@ -103,13 +175,29 @@ def _on_own_slots(fn: Callable, split: P, arrays: tuple, *same: jax.Array) -> ja
     )(*arrays, *same)
 
 
-def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, start) -> jax.Array:
+def attend_in_order(
+    kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, scores: Scores, is_text_S, window: int
+) -> jax.Array:
+    """Attention of T queries to the keys of their windows, in the order of the text, whose last T
+    are the queries' own → [B, T, N, V]."""
+
+    def attend(q, k, v, is_text_S):
+        # keys before the text are of another document
+        of_keys = jnp.broadcast_to(jnp.where(is_text_S, 0, -1), k.shape[:2])
+        segments = jnp.zeros(q.shape[:2], jnp.int32), of_keys
+        inputs = Inputs(q, k, v, Sight((0,), window=window), segments, scores=scores)
+        return kernel.forward(inputs, v.dtype)[0]
+
+    return on_each_device(attend, (q_BTNH, k_BSKH, v_BSKV), (is_text_S,))
+
+
+def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, scores: Scores, start) -> jax.Array:
     """Attention of T queries to the slots of a cache → [B, T, N, V]: query t sees slots up to
     start + t. kernel: one that takes `Sight.start` (splash)."""
     start = jnp.asarray(start, jnp.int32)
     if shards(SLOT) == 1:
         attend = lambda q, k, v, start: kernel.forward(
-            Inputs(q, k, v, Sight((0,), start=start)), v.dtype
+            Inputs(q, k, v, Sight((0,), start=start), scores=scores), v.dtype
         )[0]
         return on_each_device(attend, (q_BTNH, k_BSKH, v_BSKV), (start,))
 
@@ -117,7 +205,7 @@ def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, start) -> jax.Array
         # A device whose slots no query sees yet has a negative start, and a weight of 0.
         sight = Sight((0,), start=start - lax.axis_index(CONTEXT) * k.shape[1])
         # float32: the outputs of all devices are weighed and summed before they are rounded
-        out_BTNV, lse_BTN = kernel.forward(Inputs(q, k, v, sight), jnp.float32)
+        out_BTNV, lse_BTN = kernel.forward(Inputs(q, k, v, sight, scores=scores), jnp.float32)
         weight_BTN = jnp.exp(lse_BTN - lax.pmax(lse_BTN, CONTEXT))
         out_BTNV = lax.psum(out_BTNV * weight_BTN[..., None], CONTEXT)
         return (out_BTNV / lax.psum(weight_BTN, CONTEXT)[..., None]).astype(v.dtype)

@@ -15,12 +15,10 @@ A device saves only its own keys for the backward. Begin with `_forward` and `_a
 Shapes: q, k, v, out [B, T, heads, size of a head], lse [B, T, heads], segments [B, T], all of one
 device's tokens.
 
-With one stage the arrays are sent by permutes. With several only some stages run an op, and in
-XLA's CPU backend a permute waits for all devices of the program (docs/traps.md). A ragged
-all-to-all then sends everything to the next device; its groups are the devices of `context` in one
-stage. The CPU backend has none: there a plain all-to-all sends zeros to the other devices.
+Messages are permutes, or with several stages all-to-alls (parallel/attention/context.py: send).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,9 +27,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.devices.mesh import CONTEXT, STAGE, manual_size, on_cpu
-from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import AttentionResiduals, Inputs, Kernel
+from jaxtrain.devices.mesh import CONTEXT, STAGE, manual_size
+from jaxtrain.parallel.attention.context import Sight, send
+from jaxtrain.parallel.attention.flash import (
+    PLAIN,
+    AttentionResiduals,
+    Inputs,
+    Kernel,
+    Scores,
+    gradient_of_sinks,
+    with_sinks,
+)
 from jaxtrain.parallel.attention.heads import by_heads
 
 # of a device's own keys: each chunk of queries sees its own chunk of keys up to the diagonal, and
@@ -42,19 +48,20 @@ OWN = Sight((0, 1), 1)
 # A custom_vjp: jax's gradient of the loop would save the keys and values of every step, which are
 # those of all devices.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(kernel: Kernel, q, k, v, segments=None) -> jax.Array:
+def attend(kernel: Kernel, q, k, v, segments=None, scores: Scores = PLAIN) -> jax.Array:
     """Causal attention over split sequences; q, k, v [B, T, heads, head dimension] and segments [B,
     T] are this device's."""
-    return _attend(kernel, q, k, v, segments)[0]
+    return _attend(kernel, q, k, v, segments, scores)[0]
 
 
 class _Residuals(NamedTuple):
     """The arrays of `attend` that its backward reads, on a device's own heads: its queries, keys
-    and values, and the output and log-sum-exp over the keys of all devices."""
+    and values, the sinks [1, 1, N], and the output and log-sum-exp over the keys of all devices."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
+    sinks: jax.Array | None
     out: jax.Array
     lse: jax.Array
 
@@ -68,18 +75,24 @@ class _Keys(NamedTuple):
     segments: jax.Array | None = None
 
 
-def _attend(kernel, q, k, v, segments):
-    i = lax.axis_index(CONTEXT)
-    out, lse = by_heads(functools.partial(_forward, kernel), (q, k, v), (i, segments))
+def _attend(kernel, q, k, v, segments, scores):
+    # third dimension: heads, as of the other arrays
+    i, sinks_11N = lax.axis_index(CONTEXT), jax.tree.map(lambda a: a[None, None], scores.sinks)
+    scores = dataclasses.replace(scores, sinks=None)
+    forward = functools.partial(_forward, kernel)
+    out, lse = by_heads(forward, (q, k, v, sinks_11N), (i, segments, scores))
     out = out.astype(v.dtype)
-    return out, (_Residuals(q, k, v, out, lse), segments)
+    return out, (_Residuals(q, k, v, sinks_11N, out, lse), segments, scores)
 
 
 def _attend_backward(kernel, saved, g):
-    residuals, segments = saved
+    residuals, segments, scores = saved
     backward = functools.partial(_backward, kernel)
-    gradients = by_heads(backward, (residuals, g), (lax.axis_index(CONTEXT), segments))
-    return *(d.astype(a.dtype) for d, a in zip(gradients, residuals[:3], strict=True)), None
+    same = lax.axis_index(CONTEXT), segments, scores
+    *gradients, of_sinks = by_heads(backward, (residuals, g), same)
+    of_arrays = (d.astype(a.dtype) for d, a in zip(gradients, residuals[:3], strict=True))
+    of_sinks = jax.tree.map(lambda a: a[0, 0], of_sinks)
+    return *of_arrays, None, dataclasses.replace(scores, sinks=of_sinks)
 
 
 attend.defvjp(_attend, _attend_backward)
@@ -91,29 +104,14 @@ def _next(keys: _Keys) -> _Keys:
     With several stages keys and values are one message: TPUs have one ragged all-to-all under way
     at a time, so only one of two would overlap with attention's kernel.
     """
+    c = lax.axis_size(CONTEXT)
+    pairs = tuple((n, (n + 1) % c) for n in range(c))
+    to_next = lambda a: send(a, pairs)
     if manual_size(STAGE) == 1:
-        c = lax.axis_size(CONTEXT)
-        pairs = [(n, (n + 1) % c) for n in range(c)]
-        return jax.tree.map(lambda a: lax.ppermute(a, CONTEXT, pairs), keys)
-    both = _exchanged(jnp.concatenate([keys.k, keys.v], -1))
+        return jax.tree.map(to_next, keys)
+    both = to_next(jnp.concatenate([keys.k, keys.v], -1))
     k, v = jnp.split(both, [keys.k.shape[-1]], -1)
-    return _Keys(k, v, jax.tree.map(_exchanged, keys.segments))
-
-
-def _exchanged(a: jax.Array) -> jax.Array:
-    """The device before's array, by an all-to-all among the devices of `context` alone. Stages that
-    run other ops do not take part, as they would have to in a permute."""
-    c, i = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
-    after, before = (i + 1) % c, (i - 1) % c
-    if on_cpu():
-        sent = jnp.zeros((c, *a.shape), a.dtype).at[after].set(a)
-        return lax.all_to_all(sent, CONTEXT, 0, 0)[before]
-    device, begin = jnp.arange(c), jnp.zeros(c, jnp.int32)
-    rows_of = lambda other: jnp.where(device == other, a.shape[0], 0)
-    return lax.ragged_all_to_all(
-        *(a, lax.empty(a.shape, a.dtype), begin, rows_of(after), begin, rows_of(before)),
-        axis_name=CONTEXT,
-    )
+    return _Keys(k, v, jax.tree.map(to_next, keys.segments))
 
 
 def _sight(i, step) -> Sight:
@@ -139,18 +137,18 @@ def _around(keys: _Keys, attend_own: Callable, attend_others: Callable):
     return attend_others(c - 1, result, keys)  # outside of the loop: nothing more is sent
 
 
-def _inputs(q, keys: _Keys, sight: Sight, segments) -> Inputs:
+def _inputs(q, keys: _Keys, sight: Sight, segments, scores: Scores) -> Inputs:
     """The kernel's inputs for this device's queries, of `segments`, and one device's keys."""
     pair: Any = None if segments is None else (segments, keys.segments)
-    return Inputs(q, keys.k, keys.v, sight, pair)
+    return Inputs(q, keys.k, keys.v, sight, pair, scores=scores)
 
 
-def _forward(kernel: Kernel, q, k, v, i, segments):
+def _forward(kernel: Kernel, q, k, v, sinks, i, segments, scores: Scores):
     """Output [B, T, N, V] and log-sum-exp [B, T, N], float32. i: this device's index"""
 
     # In float32, since the outputs of all steps are added up before they are rounded.
     def attend_to(sight: Sight, keys: _Keys):
-        return kernel.forward(_inputs(q, keys, sight, segments), jnp.float32)
+        return kernel.forward(_inputs(q, keys, sight, segments, scores), jnp.float32)
 
     def merge(n, merged, keys: _Keys):
         (out, lse), (step_out, step_lse) = merged, attend_to(_sight(i, n), keys)
@@ -160,15 +158,17 @@ def _forward(kernel: Kernel, q, k, v, i, segments):
         share, step_share = jnp.exp(lse - total), jnp.exp(step_lse - total)
         return out * share[..., None] + step_out * step_share[..., None], total
 
-    return _around(_Keys(k, v, segments), functools.partial(attend_to, OWN), merge)
+    out, lse = _around(_Keys(k, v, segments), functools.partial(attend_to, OWN), merge)
+    return with_sinks(out, lse, None if sinks is None else sinks[0, 0])
 
 
-def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments):
-    """Gradients of queries, keys and values: float32, or keys' and values' in their own types."""
-    q, k, v, out, lse = residuals
+def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments, scores: Scores):
+    """Gradients of queries, keys, values and sinks: float32, or keys' and values' in their own
+    types."""
+    q, k, v, sinks, out, lse = residuals
 
     def gradients(sight: Sight, keys: _Keys):
-        inputs = _inputs(q, keys, sight, segments)
+        inputs = _inputs(q, keys, sight, segments, scores)
         dq, dk, dv = kernel.backward(AttentionResiduals(inputs, out, lse), g, jnp.float32)
         return dq, _Keys(dk, dv)
 
@@ -184,4 +184,6 @@ def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments):
         # the message's bytes.
         by_keys = jax.tree.map(lambda d, a: d.astype(a.dtype), by_keys, _Keys(k, v))
     dk, dv, _ = _next(by_keys)  # one more step, and they are at the device that has the keys
-    return dq, dk, dv
+    sinks_N = None if sinks is None else sinks[0, 0]
+    of_sinks = jax.tree.map(lambda a: a[None, None], gradient_of_sinks(sinks_N, g, out, lse))
+    return dq, dk, dv, of_sinks

@@ -37,9 +37,25 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask_info as mask_info,
 )
 
-from jaxtrain.config.splash_backward import FUSED, MOST, STEP, block_size, splash_backward
+from jaxtrain.config.splash_backward import (
+    FUSED,
+    MOST,
+    STEP,
+    block_size,
+    filled_up,
+    splash_backward,
+    window_block_size,
+    window_steps,
+)
 from jaxtrain.parallel.attention import splash_fused
-from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel, delta
+from jaxtrain.parallel.attention.flash import (
+    MASKED,
+    AttentionResiduals,
+    Inputs,
+    Kernel,
+    Scores,
+    delta,
+)
 
 LANES = STEP  # numbers in a row of a TPU's registers: blocks are multiples of it
 
@@ -49,11 +65,11 @@ def takes(queries: int, keys: int) -> bool:
     return queries % LANES == keys % LANES == 0
 
 
-def _sees(last_key: jax.Array, key: jax.Array) -> jax.Array:
+def sees(last_key: jax.Array, key: jax.Array, window: int) -> jax.Array:
     """The mask inside a block; the kernel calls `last_key` a query's position."""
     # Its own mask compares positions in one sequence. Here the last key that a query sees stands in
     # for its position, which serves any chunk of any device.
-    return last_key >= key
+    return (last_key >= key) & (last_key - key < window) if window else last_key >= key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +81,9 @@ class _BlockPairs:
     run_BXY:       whether a block of queries meets a block of keys
     key_tokens:    keys of a sequence
     segments:      as of flash.Inputs
+    window:        as of Sight
+    first_key:     the first query's own key, counted from that of this sequence; None where queries
+                   are in several chunks
     """
 
     queries: int
@@ -73,6 +92,13 @@ class _BlockPairs:
     run_BXY: jax.Array
     key_tokens: int
     segments: tuple[jax.Array, jax.Array] | None
+    window: int = 0
+    first_key: int | None = None
+
+    @property
+    def _own_block(self) -> int:
+        """The block of keys of the first block of queries, where there is a window."""
+        return (self.first_key or 0) // self.keys
 
     @property
     def _starts_B(self) -> jax.Array:
@@ -86,22 +112,35 @@ class _BlockPairs:
     def by_queries(self) -> mask_info.MaskInfo:
         """For kernels that go through the keys for a block of queries: steps [1, B · X, Y]."""
         b, x, y = self.run_BXY.shape
-        following, lowest = _next_of(
-            self.run_BXY.reshape(b * x, y), jnp.repeat(self._starts_B, x) * y
+        run_BXS, begin_X = self._steps(
+            self.run_BXY, self._own_block - window_steps(self.window, self.keys) + 1
         )
+        run = run_BXS.reshape(b * x, -1)
+        following, lowest = _next_of(run, (self._starts_B[:, None] * y + begin_X).reshape(-1))
         # the next block of queries, or the lowest one of the next head
         after = jnp.roll(lowest, -1)[:, None]
-        return self._info(
-            self.run_BXY.reshape(b * x, y), jnp.where(following < 0, after, following), b * y
-        )
+        return self._info(run, jnp.where(following < 0, after, following), b * y)
 
     def by_keys(self) -> mask_info.MaskInfo:
         """For the kernel that goes through the queries for a block of keys: steps [1, X, B · Y]."""
         b, x, y = self.run_BXY.shape
-        run = self.run_BXY.transpose(0, 2, 1).reshape(b * y, x)
-        following, lowest = _next_of(run, jnp.repeat(self._starts_B, y) * x)
+        run_BYS, begin_Y = self._steps(self.run_BXY.transpose(0, 2, 1), -self._own_block)
+        run = run_BYS.reshape(b * y, -1)
+        following, lowest = _next_of(run, (self._starts_B[:, None] * x + begin_Y).reshape(-1))
         # the same for the next head
         return self._info(run.T, jnp.where(following < 0, lowest[:, None], following).T, b * x)
+
+    def _steps(self, run: jax.Array, offset: int) -> tuple[jax.Array, jax.Array]:
+        """(run of the steps of each block [B, blocks, steps], the block of the other kind that its
+        first step is with [blocks]). Without a window these are all blocks, else those that it may
+        reach, from `offset` after the block's own number on."""
+        blocks, others = run.shape[1:]
+        if self.first_key is None:
+            return run, jnp.zeros(blocks, jnp.int32)
+        count = min(others, window_steps(self.window, self.keys))
+        begin = jnp.clip(jnp.arange(blocks, dtype=jnp.int32) + offset, 0, others - count)
+        of_steps = (begin[:, None] + jnp.arange(count))[None]
+        return jnp.take_along_axis(run, of_steps, 2), begin
 
     def with_keys(self, start: int, end: int) -> "_BlockPairs":
         """The pairs with keys from `start` to `end`, multiples of a block."""
@@ -111,6 +150,7 @@ class _BlockPairs:
             run_BXY=self.run_BXY[:, :, start // self.keys : end // self.keys],
             key_tokens=end - start,
             segments=self.segments and (self.segments[0], self.segments[1][:, start:end]),
+            first_key=None if self.first_key is None else self.first_key - start,
         )
 
     def _info(self, run, following, blocks: int) -> mask_info.MaskInfo:
@@ -136,17 +176,24 @@ def _next_of(run: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPairs:
     """The pairs for blocks of at most so many queries and keys."""
-    q, k, _, sight, segments, _ = inputs
+    q, k, _, sight, segments, *_ = inputs
     tokens, keys, full_chunks = q.shape[1], k.shape[1], jnp.asarray(sight.full_chunks, jnp.int32)
     # A query of chunk c sees keys up to full_chunks[c] · chunk − 1, and with the diagonal as many
     # more as its position in the chunk + 1.
-    chunk = tokens // len(full_chunks)
+    chunk, window = tokens // len(full_chunks), sight.window
+    first_key = keys - tokens if window and len(full_chunks) == 1 else None
     by_query = jnp.arange(chunk, dtype=jnp.int32) if sight.diagonal else jnp.full(chunk, -1)
     last_T = (full_chunks[:, None] * chunk + by_query).reshape(-1) + (
-        0 if sight.start is None else sight.start
+        (first_key or 0) if sight.start is None else sight.start
     )
-    x, y = block_size(chunk, most_queries), block_size(keys, most_keys)
-    run_XY = jnp.arange(keys // y) * y <= last_T.reshape(-1, x)[:, -1:]
+    if window:
+        x = y = window_block_size(chunk, window, min(most_queries, most_keys))
+    else:
+        x, y = block_size(chunk, most_queries), block_size(keys, most_keys)
+    begins_Y, last_XQ = jnp.arange(keys // y) * y, last_T.reshape(-1, x)
+    run_XY = begins_Y <= last_XQ[:, -1:]
+    if window:
+        run_XY &= begins_Y + y > last_XQ[:, :1] + 1 - window
     run_BXY = jnp.broadcast_to(run_XY, (len(q), *run_XY.shape))
     if segments is not None:
         of_queries, of_keys = (
@@ -156,7 +203,7 @@ def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPai
         # overlap share no document.
         earliest = of_queries.min(-1)[:, :, None] <= of_keys.max(-1)[:, None]
         run_BXY &= earliest & (of_queries.max(-1)[:, :, None] >= of_keys.min(-1)[:, None])
-    return _BlockPairs(x, y, last_T, run_BXY, keys, segments)
+    return _BlockPairs(x, y, last_T, run_BXY, keys, segments, window, first_key)
 
 
 def _to_kernel(a_BTNH: jax.Array) -> jax.Array:
@@ -170,28 +217,44 @@ def _from_kernel(a: jax.Array, batch: int) -> jax.Array:
     return jnp.moveaxis(a.reshape(a.shape[0], batch, -1, *a.shape[2:]), 0, 2)
 
 
-def _scaled(q: jax.Array) -> jax.Array:
-    """Queries times H^-1/2, which the kernel leaves to its caller."""
+def _scaled(q: jax.Array, scores: Scores) -> jax.Array:
+    """Queries times the scores' factor, which the kernel leaves to its caller."""
     # multiplied in float32, so that they are rounded once
-    return (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
+    return (q.astype(jnp.float32) * scores.factor(q.shape[-1])).astype(q.dtype)
+
+
+def _with_entire_blocks(inputs: Inputs) -> Inputs:
+    """The inputs with zeros before the keys, which the window hides, for keys of entire blocks."""
+    q, k, v, sight, segments, *_ = inputs
+    if not sight.window:
+        return inputs
+    missing = filled_up(q.shape[1], k.shape[1], sight.window) - k.shape[1]
+    fill = lambda a: jnp.pad(a, ((0, 0), (missing, 0), *((0, 0),) * (a.ndim - 2)))
+    pair = segments and (segments[0], fill(segments[1]))
+    return inputs._replace(k=fill(k), v=fill(v), segments=pair) if missing else inputs
 
 
 def _segment_ids(segments) -> splash.SegmentIds | None:
     return None if segments is None else splash.SegmentIds(*(a.reshape(-1) for a in segments))
 
 
-COMMON: dict[str, Any] = {
-    "mask_value": splash.DEFAULT_MASK_VALUE,
-    "is_mqa": False,
-    "mask_function": _sees,
-    "attn_logits_soft_cap": None,
-}
+def _common(inputs: Inputs) -> dict[str, Any]:
+    """The arguments that all of jax's kernels have."""
+    return {
+        "mask_value": splash.DEFAULT_MASK_VALUE,
+        "is_mqa": False,
+        "mask_function": functools.partial(sees, window=inputs.sight.window),
+        "attn_logits_soft_cap": inputs.scores.softcap or None,
+    }
+
+
 LAYOUTS = {f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"}
 
 
 def _forward(inputs: Inputs, dtype, *, interpret: bool):
     """Kernel.forward."""
-    q, k, v, sight, segments, _ = inputs
+    inputs = _with_entire_blocks(inputs)
+    q, k, v, sight, segments, _, scores = inputs
     pairs = _block_pairs(inputs, MOST, MOST)
     sizes = splash.BlockSizes(
         block_q=pairs.queries, block_kv=pairs.keys, block_kv_compute=block_size(pairs.keys, 512)
@@ -201,14 +264,14 @@ def _forward(inputs: Inputs, dtype, *, interpret: bool):
     run: Any = splash._splash_attention_forward
     out, (lse,) = run(
         pairs.by_queries(),
-        *map(_to_kernel, (_scaled(q), k, v)),
+        *map(_to_kernel, (_scaled(q, scores), k, v)),
         _segment_ids(segments),
         sinks=None,
         block_sizes=sizes,
         residual_checkpoint_name=None,
         save_residuals=True,
         interpret=interpret,
-        **COMMON,
+        **_common(inputs),
     )
     out, lse = (_from_kernel(a, len(q)) for a in (out, lse))
     if sight.diagonal and sight.start is None:  # every query sees its own key at least
@@ -222,16 +285,20 @@ def _forward(inputs: Inputs, dtype, *, interpret: bool):
 def _backward(residuals: AttentionResiduals, g_BTNV, dtype, *, wanted: str, interpret: bool):
     """Kernel.backward; gradients of keys and values are float32 by the fused kernel, or of their
     own types."""
-    inputs, out, lse = residuals
-    q, k, v, *_ = inputs
+    given, out, lse = residuals
+    inputs = _with_entire_blocks(given)
+    q, k, v, *_, scores = inputs
+    missing = k.shape[1] - given.k.shape[1]
     choice = splash_backward(wanted, k.shape[1], q.shape[3], v.shape[3])
-    arrays = _scaled(q), k, v, g_BTNV.astype(q.dtype), lse, delta(g_BTNV, out)
+    arrays = _scaled(q, scores), k, v, g_BTNV.astype(q.dtype), lse, delta(g_BTNV, out)
     # One kernel computes the scores once for all three gradients; two compute them twice, but need
     # no sums in vector memory that grow with the keys.
     if choice.kernels == FUSED:
-        return _fused(arrays, inputs, choice.call_keys, dtype, interpret)
-    dq, dk, dv = _by_two_kernels(arrays, inputs, interpret)
-    return (dq.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(dtype), dk, dv
+        dq, dk, dv = _fused(arrays, inputs, choice.call_keys, dtype, interpret)
+    else:
+        dq, dk, dv = _by_two_kernels(arrays, inputs, interpret)
+        dq = (dq.astype(jnp.float32) * scores.factor(q.shape[-1])).astype(dtype)
+    return dq, dk[:, missing:], dv[:, missing:]
 
 
 def _by_two_kernels(arrays, inputs: Inputs, interpret: bool):
@@ -240,7 +307,7 @@ def _by_two_kernels(arrays, inputs: Inputs, interpret: bool):
     q, k, v, g, lse, inner = map(_to_kernel, arrays)
     arguments = q, k, v, _segment_ids(inputs.segments), None, lse, g, inner
     pairs = _block_pairs(inputs, MOST, 512)
-    common = COMMON | LAYOUTS | {"interpret": interpret}
+    common = _common(inputs) | LAYOUTS | {"interpret": interpret}
     dq = splash._splash_attention_bwd_dq(
         *arguments, bq=pairs.queries, bkv=pairs.keys, mask_info=pairs.by_queries(), **common
     )
@@ -268,11 +335,12 @@ def _fused(arrays, inputs: Inputs, call_keys: int, dtype, interpret: bool):
     for start in range(0, keys, call_keys):
         # dQ goes from call to call as a float32 sum; only the last call scales and rounds it.
         is_last = start + call_keys == keys
-        scale = q.shape[-1] ** -0.5 if is_last else 1.0
+        scale = inputs.scores.factor(q.shape[-1]) if is_last else 1.0
         dq, *by_keys = splash_fused.gradients(
             (q, *(_some_keys(a, batch, start, call_keys) for a in (k, v)), *others),
             pairs.with_keys(start, start + call_keys),
             splash_fused.QuerySum(dq, dtype if is_last else jnp.dtype("float32"), scale),
+            inputs.scores.softcap,
             interpret,
         )
         by_call.append([_from_kernel(a, batch) for a in by_keys])

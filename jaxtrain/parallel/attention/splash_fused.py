@@ -3,7 +3,7 @@
 Begin with `_kernel`, a step of the grid; `gradients` makes the grid and its blocks.
 
 The grid is key/value heads × sequences × query heads of the key/value head × blocks of queries ×
-blocks of keys. All is summed in vector memory, in float32:
+blocks of keys (of a window: those that it may reach). All is summed in vector memory, in float32:
 
     dQ of a block of queries           over the blocks of keys, the innermost steps
     dK and dV of a sequence's keys     over all steps of a key/value head and sequence, then copied
@@ -62,18 +62,22 @@ def _kernel(
     *,
     keys_at_once: int,
     scale: float,
+    softcap: float,
+    window: int,
 ):
     """A step of the grid.
 
-    fetched, run: int32 [B · X · Y], in scalar memory: the block of keys that each step has, which
-        the grid's index functions read, and whether it is computed
+    fetched, run: int32 [B · X · steps], in scalar memory: the block of keys that each step has,
+        which the grid's index functions read, too, and whether it is computed
     q … of_keys: blocks in vector memory; before: the dQ of earlier calls, or None
     dq: a block of the result; dk, dv: the entire arrays in memory, which `end_keys` copies to
     dq_sum, dk_sum, dv_sum: float32 in vector memory, which stay from step to step
     """
     head, sequence, group, x, y = map(pl.program_id, range(5))
-    groups, blocks_q, blocks_k = map(pl.num_programs, (2, 3, 4))
+    groups, blocks_q, steps = map(pl.num_programs, (2, 3, 4))
     block, keys = k_ref.shape[0], dk_sum.shape[0]
+    step = (sequence * blocks_q + x) * steps + y
+    key_block = fetched_ref[step] - sequence * (keys // block)  # of a step that is computed
 
     # The steps go on in the order of the grid, the last index fastest. Keys of a sequence are begun
     # with their first query head and block, and complete with the last.
@@ -89,10 +93,16 @@ def _kernel(
     def add(part: int):
         q, g = q_ref[...], g_ref[...]
         in_block = pl.ds(part * keys_at_once, keys_at_once)
-        lowest_key = y * block + part * keys_at_once
+        lowest_key = key_block * block + part * keys_at_once
         k, v = k_ref[in_block, :], v_ref[in_block, :]
         scores = _product(k, q, BY_COLUMNS)
-        sees = last_key_ref[...] >= lowest_key + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        if softcap:
+            bounded = jnp.tanh(scores / softcap)
+            scores = bounded * softcap
+        key = lowest_key + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        sees = last_key_ref[...] >= key
+        if window:
+            sees &= last_key_ref[...] - key < window
         if of_keys_ref is not None:
             # STEP equal columns in memory become as many as there are queries.
             segments = jnp.tile(of_keys_ref[in_block, :], (1, scores.shape[1] // STEP))
@@ -101,23 +111,24 @@ def _kernel(
         p = jnp.exp(jnp.where(sees, scores, HIDDEN) - lse_ref[...])
         at = pl.ds(pl.multiple_of(lowest_key, keys_at_once), keys_at_once)
         dv_sum[at, :] += _product(p.astype(g.dtype), g)
-        ds = ((_product(v, g, BY_COLUMNS) - delta_ref[...]) * p).astype(q.dtype)
+        ds = (_product(v, g, BY_COLUMNS) - delta_ref[...]) * p
+        ds = (ds * (1 - bounded**2) if softcap else ds).astype(q.dtype)
         dk_sum[at, :] += _product(ds, q)
         dq_sum[...] += _product(ds, k, BY_ROWS)
 
-    @pl.when(run_ref[(sequence * blocks_q + x) * blocks_k + y] != 0)
+    @pl.when(run_ref[step] != 0)
     def run():
         # In parts of the block, whose scores fit in vector memory with the sums.
         for part in range(block // keys_at_once):
             add(part)
 
-    @pl.when(y == blocks_k - 1)
+    @pl.when(y == steps - 1)
     def end_queries():
         dq_ref[...] = (dq_sum[...] * scale).astype(dq_ref.dtype)
 
     # dK and dV are as long as a sequence, so they are not blocks that Pallas writes after each
     # step.
-    @pl.when((group == groups - 1) & (x == blocks_q - 1) & (y == blocks_k - 1))
+    @pl.when((group == groups - 1) & (x == blocks_q - 1) & (y == steps - 1))
     def end_keys():
         at = pl.ds(pl.multiple_of(sequence * keys, keys), keys)
         pltpu.sync_copy(dk_sum, dk_ref.at[head, at])
@@ -137,19 +148,21 @@ class QuerySum(NamedTuple):
     scale: float
 
 
-def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
+def gradients(arrays, pairs, query_sum: QuerySum, softcap: float, interpret: bool):
     """Gradients of queries, of `query_sum.dtype`, and of keys and values, float32, each [heads,
     tokens, size of a head].
 
     arrays:   scaled q [N, B · T, H], k [K, B · S, H], v [K, B · S, V], the gradient of the output
               [N, B · T, V], lse and delta [N, B · T]
     pairs:    the pairs of blocks that are computed (splash._BlockPairs)
+    softcap:  as of flash.Scores
     """
     q, k, v, g, lse, delta = arrays
     segments, before = pairs.segments, query_sum.before
-    batch, blocks_q, blocks_k = pairs.run_BXY.shape
+    batch, blocks_q, _ = pairs.run_BXY.shape
     group, bq, bk, keys = len(q) // len(k), pairs.queries, pairs.keys, pairs.key_tokens
     info = pairs.by_queries()
+    steps = info.block_mask.shape[-1]
     # of each step: its block of keys, counted through the batch, and whether it is computed
     prefetched = [a[0].reshape(-1).astype(jnp.int32) for a in (info.data_next, info.block_mask)]
 
@@ -159,7 +172,7 @@ def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
     of_query = lambda h, b, n, i, j, *_: (h * group + n, b * blocks_q + i, 0)
     row = lambda h, b, n, i, j, *_: (h * group + n, 0, b * blocks_q + i)
     shared_row = lambda h, b, n, i, j, *_: (0, b * blocks_q + i)
-    fetched = lambda fetch, b, i, j: fetch[(b * blocks_q + i) * blocks_k + j]
+    fetched = lambda fetch, b, i, j: fetch[(b * blocks_q + i) * steps + j]
     of_key = lambda h, b, n, i, j, fetch, *_: (h, fetched(fetch, b, i, j), 0)
     column = lambda h, b, n, i, j, fetch, *_: (fetched(fetch, b, i, j), 0)
 
@@ -186,11 +199,15 @@ def gradients(arrays, pairs, query_sum: QuerySum, interpret: bool):
     sums = [pltpu.VMEM((n, a.shape[-1]), jnp.float32) for n, a in ((bq, q), (keys, k), (keys, v))]
     return pl.pallas_call(
         functools.partial(
-            _kernel, keys_at_once=block_size(bk, KEYS_AT_ONCE), scale=query_sum.scale
+            _kernel,
+            keys_at_once=block_size(bk, KEYS_AT_ONCE),
+            scale=query_sum.scale,
+            softcap=softcap,
+            window=pairs.window,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(len(k), batch, group, blocks_q, blocks_k),
+            grid=(len(k), batch, group, blocks_q, steps),
             in_specs=in_specs,
             out_specs=(in_queries(q), in_memory, in_memory),
             scratch_shapes=sums,

@@ -1,24 +1,28 @@
-"""The activation of experts' MLPs and the weights of choices: elementwise work on rows, with
-gradients.
+"""The activation of experts' MLPs, their biases and the weights of choices: elementwise work on
+rows, with gradients.
 
 A row is multiplied with its choice's weight before the last product of its MLP and not after, since
 the hidden layer is there in both passes, and the weight's gradient needs no sum over `model` of the
 results. Where a device has memory for many more rows than it mostly gets, such work leaves out
 empty ones (filled_rows.py).
 
-Shape suffixes: M parts over model, R rows of a device's experts, F columns of an expert.
+Shape suffixes: M parts over model, R rows of a device's experts, E experts of a device, F columns
+of an expert.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.sizes import exceeds_mean
 from jaxtrain.devices.mesh import MODEL, over_model, psum
 from jaxtrain.parallel.experts.exchange_group import PART, REPLICATED
-from jaxtrain.parallel.experts.filled_rows import on_rows
+from jaxtrain.parallel.experts.filled_rows import on_rows, sum_over_rows
+from jaxtrain.parallel.tensor import take
 
 
 def activated(
@@ -105,3 +109,99 @@ _activated.defvjp(
     lambda fn, mean_rows, *inputs: (_activated(fn, mean_rows, *inputs), inputs),
     _activated_backward,
 )
+
+
+# --- biases of experts ----------------------------------------------------------------------------
+
+
+class Bias(NamedTuple):
+    """The biases [E, F] of a matrix of each expert, float32, and how rows get them.
+
+    gates: weights of rows, […], that multiply the biases, where these are not split; None: 1
+    sizes: rows of each expert; None if all have the same number
+    """
+
+    values_EF: Any
+    gates: Any = None
+    sizes: Any = None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def biased(rows: jax.Array, bias: Bias, mean_rows: int, split: bool) -> jax.Array:
+    """Rows [M, R, F], or [M, E, R, F] without sizes, plus the biases of their experts.
+
+    mean_rows: as of `activated`
+    split: `model` splits the biases as it does the rows' columns; else the rows are terms of a sum
+        over M, whose result gets each bias once
+    """
+    return _biased(rows, bias, mean_rows, split)[0]
+
+
+def _biased(rows, bias: Bias, mean_rows: int, split: bool):
+    parts = 1 if split else rows.shape[0]
+
+    def run(rows, bias: Bias):
+        experts, number = _experts_of_rows(bias, rows[0])
+
+        def add(x, expert, *gates):
+            added = take(bias.values_EF.astype(x.dtype) / parts, expert)
+            return x + (added * gates[0][:, None].astype(x.dtype) if gates else added)
+
+        flat = rows.reshape(-1, rows.shape[-1])
+        y = on_rows(add, mean_rows, number, flat, experts, *_flat_gates(bias))
+        return y.reshape(rows.shape)
+
+    return over_model(run, (PART, _specs(bias, split)), PART)(rows, bias), bias
+
+
+def bias_gradient(mean_rows: int, split: bool, bias: Bias, g: jax.Array) -> Bias:
+    """The gradient of a bias by that of `biased`'s result, without one of its sizes."""
+
+    def run(g, bias: Bias):
+        experts, number = _experts_of_rows(bias, g[0])
+        flat, gates = g.reshape(-1, g.shape[-1]), _flat_gates(bias)
+
+        def by_values(counts, g, expert, *gates):
+            weighed = g * gates[0][:, None].astype(g.dtype) if gates else g
+            # rows that do not count may hold NaN
+            weighed = jnp.where(counts[:, None], weighed, 0)
+            is_of = (expert[:, None] == jnp.arange(len(bias.values_EF))).astype(g.dtype)
+            return jnp.einsum("re,rf->ef", is_of, weighed, preferred_element_type=jnp.float32)
+
+        def by_gates(g, expert):
+            return (g.astype(jnp.float32) * take(bias.values_EF, expert)).sum(-1)
+
+        values = sum_over_rows(by_values, mean_rows, number, flat, experts, *gates)
+        if not gates:
+            return Bias(values)
+        of_rows = on_rows(by_gates, mean_rows, number, flat, experts)
+        return Bias(values, of_rows.reshape(gates_shape))
+
+    gates_shape = None if bias.gates is None else bias.gates.shape
+    specs = _specs(bias, split)
+    result: Bias = over_model(run, (PART, specs), specs._replace(sizes=None))(g, bias)
+    return result
+
+
+biased.defvjp(_biased, lambda *args: (args[-1], bias_gradient(*args)))
+
+
+def _specs(bias: Bias, split: bool) -> Bias:
+    """What `model` splits of biases, in the form in which over_model takes it."""
+    gates, sizes = (None if a is None else REPLICATED for a in bias[1:])
+    return Bias(P(None, MODEL) if split else REPLICATED, gates, sizes)
+
+
+def _flat_gates(bias: Bias) -> list[jax.Array]:
+    return [] if bias.gates is None else [bias.gates.reshape(-1)]
+
+
+def _experts_of_rows(bias: Bias, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (the expert of each row, int32 [R], out of range for empty rows; the number of filled
+    rows)."""
+    if bias.sizes is None:
+        experts, each = rows.shape[:2]
+        return jnp.repeat(jnp.arange(experts), each), jnp.int32(experts * each)
+    ends_E = jnp.cumsum(bias.sizes)
+    row = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    return (row[:, None] >= ends_E).sum(-1, dtype=jnp.int32), ends_E[-1]

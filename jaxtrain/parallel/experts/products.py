@@ -23,12 +23,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
 from jaxtrain.config.sizes import exceeds_mean, is_large
 from jaxtrain.devices.mesh import MODEL, over_model
-from jaxtrain.parallel.experts import grouped, megablox
+from jaxtrain.parallel.experts import activation, grouped, megablox
+from jaxtrain.parallel.experts.activation import Bias
 from jaxtrain.parallel.experts.dispatch import combine, dispatched
 from jaxtrain.parallel.experts.exchange_group import PART, REPLICATED, DispatchSpec
 from jaxtrain.parallel.experts.routing import Routing, TwoSteps
 from jaxtrain.parallel.fp8 import (
     Quantized,
+    dequantized,
     gradient_of,
     multiplicable,
     operands,
@@ -206,33 +208,41 @@ _two_products.defvjp(
 
 
 def product_combined(
-    rows: jax.Array, weights, routing: Routing | TwoSteps, spec: DispatchSpec
+    rows: jax.Array, weights, bias: Bias | None, routing: Routing | TwoSteps, spec: DispatchSpec
 ) -> jax.Array:
-    """`combine` of the rows' products with weights cut by ROWS. With quantized weights the gradient
-    goes out to the experts in FP8."""
+    """`combine` of the rows' products with weights cut by ROWS, with biases if there are any. With
+    quantized weights the gradient goes out to the experts in FP8."""
     if isinstance(weights, Quantized):
-        return _product_combined(rows, weights, routing, spec)
-    return combine(product(rows, weights, routing.sizes, ROWS), routing, spec)
+        return _product_combined(rows, weights, bias, routing, spec)
+    y = product(rows, weights, routing.sizes, ROWS)
+    y = y if bias is None else activation.biased(y, bias, spec.mean_rows, False)
+    return combine(y, routing, spec)
 
 
 # One function with one gradient, which quantizes before the message: half of the bytes. Two would
 # send the gradient in the compute type and quantize it where it arrives.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product_combined(rows, weights, routing: Routing | TwoSteps, spec: DispatchSpec) -> jax.Array:
-    return _product_combined_forward(rows, weights, routing, spec)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _product_combined(
+    rows, weights, bias: Bias | None, routing: Routing | TwoSteps, spec: DispatchSpec
+) -> jax.Array:
+    return _product_combined_forward(rows, weights, bias, routing, spec)[0]
 
 
-def _product_combined_forward(rows, weights, routing, spec):
+def _product_combined_forward(rows, weights, bias, routing, spec):
     y, (_, rows, _, _) = _product(rows, weights, routing.sizes, ROWS)
-    return combine(y, routing, spec), (rows, weights, routing)
+    y = y if bias is None else activation.biased(y, bias, spec.mean_rows, False)
+    return combine(y, routing, spec), (rows, weights, bias, routing)
 
 
 def _product_combined_backward(spec, residuals, g):
-    rows, weights, routing = residuals
+    rows, weights, bias, routing = residuals
     sent = quantized(g, weights.use, gradient=True).map(lambda a: dispatched(a, routing, spec))
     g_operands = operands(sent, weights, gradient=True)
     by_rows, by_weights = _gradients(rows, weights, routing.sizes, g_operands, ROWS)
-    return by_rows, gradient_of(weights, by_weights), None
+    by_bias = None
+    if bias is not None:
+        by_bias = activation.bias_gradient(spec.mean_rows, False, bias, dequantized(sent))
+    return by_rows, gradient_of(weights, by_weights), by_bias, None
 
 
 _product_combined.defvjp(_product_combined_forward, _product_combined_backward)

@@ -1,9 +1,9 @@
 """Loops of a compiled step: the number of times that each instruction runs on a stage.
 
-XLA's text has the trip counts of most loops. The table has the others, which differ between stages:
-an op's loop runs as often in a step as the stage's column has ones, and a loop over layers as often
-as its scope says of the stage. A loop that waits for a flag handles rare cases, and counts as never
-run. A loop over groups of documents counts one call of its kernel.
+XLA's text has the trip counts of most loops. Others differ between stages: an op's loop runs as
+often in a step as the stage's column of the table has ones, and a loop over layers as often as its
+scope says. A loop that waits for a flag handles rare cases, and counts as never run. A loop over
+groups of documents counts one call of its kernel.
 """
 
 import collections
@@ -26,8 +26,8 @@ BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")
 # Scope of parallel/experts/filled_rows.py (capacity, mean rows, rows of a block).
 EXCESS = re.compile(r"/row_excess_(\d+)_(\d+)_(\d+)/")
 CALLS = "/document_calls/"
-# Scope of runtime/layers/layer_loops.py (trips of each stage, runs of the loop).
-TRIPS = re.compile(r"/trips_([\d_]+)_in_(\d+)/")
+# Scope of runtime/layers/layer_loops.py (trips on each stage, in so many repeats).
+LAYERS = re.compile(r"/trips_([\d_]+)_of_(\d+)/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,9 @@ class StepLoops:
             return 1
         if self.program.holds_ops(loop):
             return fractions.Fraction(self.busy_ticks) / times
-        if trips := TRIPS.search(loop.op_name):
-            return fractions.Fraction(int(trips[1].split("_")[self.stage]), int(trips[2]))
+        if layers := LAYERS.findall(loop.op_name):
+            counts, repeats = layers[-1]
+            return fractions.Fraction(int(counts.split("_")[self.stage]), int(repeats))
         if op := self.op_of_loop(loop):
             return fractions.Fraction(self._runs(op, loop)) / times
         raise ValueError(f"a loop without a known number of trips: {loop.text[:200]}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SELECTIVE, SHARD_AXES
 from jaxtrain.planner.layer.collective_time import Parameters
 from jaxtrain.planner.layer.layout import Layout
@@ -117,7 +117,7 @@ class Device(DeviceState):
         updated = self.updated(layers, shared)
         if isinstance(of, str):
             return updated
-        record, mean = OPTIMIZERS[of.name], self.model.mean
+        record, mean = record_of(of.name), self.model.mean
         state = mean(lambda m: sum(record.state_numbers(a.shape, of) for a in m.layer().arrays))
         return state / mean(lambda m: m.layer().size) * updated
 

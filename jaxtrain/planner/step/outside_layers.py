@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.planner.layer.collective_time import StepCollectives
 from jaxtrain.planner.layer.layout import AXES
@@ -204,7 +204,7 @@ class UpdateTime(StepPart):
         parameters = self.device.updated()
         # the parameter, or its master, is read and written; a copy of a master is written
         value = 2 * (settings.master_bytes or settings.weight_bytes) + settings.copied_bytes
-        passes = FLOAT32 * (OPTIMIZERS[settings.optimizer.name].passes - 2) + value
+        passes = FLOAT32 * (record_of(settings.optimizer.name).passes - 2) + value
         state = 2 * settings.moment_bytes * self.device.numbers(settings.optimizer)
         seconds = {OPTIMIZER: (passes * parameters + state) / self.hardware.streaming}
         if layout.offloads("optimizer"):

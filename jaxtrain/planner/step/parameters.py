@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.groups.layer_kinds import kinds_of_layers
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SHARD_AXES, padded_vocabulary, scattered
 from jaxtrain.planner.layer.collective_time import Parameters
 from jaxtrain.planner.layer.layer import EXPERT, MODEL, ParameterShape
@@ -71,7 +71,7 @@ def _held_numbers(
     """
     by_axis = dict(zip(COMMUNICATION_AXES, sizes, strict=True))
     optimizer = None if isinstance(of, str) else of
-    record = OPTIMIZERS[optimizer.name] if optimizer else None
+    record = record_of(optimizer.name) if optimizer else None
 
     def numbers(
         array: ParameterShape,

@@ -233,7 +233,8 @@ class LayerSplit:
         flat = self._flat
         inputs = flat.consts | dict(zip(flat.params, jax.tree.leaves(params), strict=True))
         inputs |= dict(zip(flat.extras, jax.tree.leaves(extra), strict=True)) | values
-        return TracedOp(self._equations[op], inputs, next(iter(values)), outputs, pack)
+        # W of a layer whose output no parameter changes has nothing from another op.
+        return TracedOp(self._equations[op], inputs, next(iter(values), None), outputs, pack)
 
     def reads(self, op: LayerOp) -> Any:
         """A tree of bools like the parameters, a quantized one as one: whether an op reads each."""

@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 
 from jaxtrain.devices.mesh import DEVICE_PART
 from jaxtrain.parallel.attention import causal
+from jaxtrain.parallel.attention.context import NEIGHBOURS_TOKENS
 from jaxtrain.parallel.experts.filled_rows import FILLED_ROWS, ROWS_IN_ORDER
 from jaxtrain.parallel.fp8 import BITS
 
@@ -188,8 +189,16 @@ def is_view(equation) -> bool:
 
 
 def is_ring(equation) -> bool:
-    """True for an all-gather by permutes (parallel/collective_matmul.py: ring_gather)."""
-    return is_part(equation) and has(equation, RINGS) and is_only(equation, VIEWS | RINGS)
+    """True for an all-gather by permutes (parallel/collective_matmul.py: ring_gather), and for the
+    addition of neighbours' tokens (parallel/attention/context.py)."""
+    return is_part(equation) and (
+        any(
+            e.params.get("name") == NEIGHBOURS_TOKENS
+            for jaxpr in inside(equation)
+            for e in jaxpr.eqns
+        )
+        or (has(equation, RINGS) and is_only(equation, VIEWS | RINGS))
+    )
 
 
 def is_fp8(atom) -> bool:

@@ -16,9 +16,7 @@ Where stages have the same layers all counts are ints, and where they differ the
 read from a table by the stage: a kind of which there is none has a loop of no trips.
 """
 
-import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -199,42 +197,56 @@ class Run:
     count: np.ndarray
     step: tuple[int, ...]
 
-    def trips_scope(self) -> contextlib.AbstractContextManager:
-        """A name scope with the trips of each stage in all repeats, and the number of these:
-        trips_3_4_in_2. A compiled program has the number nowhere else
-        (planner/programs/loops.py)."""
-        trips = "_".join(map(str, self.count.sum(1)))
-        return jax.named_scope(f"trips_{trips}_in_{self.count.shape[1]}")
+    @property
+    def is_known(self) -> bool:
+        """True if it has as many trips on all stages and in all repeats."""
+        return bool((self.count == self.count.flat[0]).all())
+
+    @property
+    def has_layers(self) -> bool:
+        """True if each stage has a trip in each repeat."""
+        return bool(self.count.all())
+
+    def values(self, stage, repeat: LayerNumber) -> list[LayerNumber]:
+        """The values of the first trip."""
+        return [_entry(table, stage, repeat) for table in self.first]
+
+    def run(self, stage, repeat: LayerNumber, trip: Callable, carry, peeled: int = 0):
+        """carry = trip(number, carry) in each trip but the last ones, `peeled`. Returns (the number
+        of the trip after that, the carry)."""
+        trips = _entry(self.count, stage, repeat) - peeled
+        counts = (self.count - peeled).sum(1).tolist()
+        # XLA's text has no number of trips that differs between stages. The planner reads it here
+        # (planner/programs/loops.py).
+        with jax.named_scope(f"trips_{'_'.join(map(str, counts))}_of_{self.count.shape[1]}"):
+            return trips, run_trips(0, trips, trip, carry)
+
+    def after(self, values: Sequence[LayerNumber], trips: LayerNumber) -> list[LayerNumber]:
+        """The values so many trips after those with `values`."""
+        if self.count.max() == 1 and not self.is_known:
+            # In a loop of one trip or none they do not change. XLA would compute what depends on
+            # them alone, such as gathers and products of W, before the loop, on all stages.
+            trips, *values = lax.optimization_barrier([trips, *map(jnp.int32, values)])
+        return [_after(a, trips, step) for a, step in zip(values, self.step, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """Runs one after the other, all of them `repeats` times. peeled: it is the first or last trip,
-    which stands outside of other loops."""
+    """Runs one after the other, all of them `repeats` times."""
 
     runs: list[Run]
     repeats: int = 1
-    peeled: bool = False
 
     def run(self, stage, step: Callable, carry):
         """carry = step(run, values, carry) in each trip. stage: this device's, a traced int32"""
 
         def runs(repeat: LayerNumber, carry):
             for each in self.runs:
-                first = [_entry(table, stage, repeat) for table in each.first]
-                count = _entry(each.count, stage, repeat)
-                # Values that are the same in all trips: XLA would compute what depends on them
-                # alone, such as a gather, before the loop, also for a stage that has no trip.
-                lifted = not isinstance(count, int) and each.count.max() == 1
-
-                def trip(number: LayerNumber, carry, run=each, first=first, lifted=lifted):
-                    if lifted:
-                        number, *first = lax.optimization_barrier([number, *map(jnp.int32, first)])
-                    values = [_after(a, number, s) for a, s in zip(first, run.step, strict=True)]
-                    return step(run, values, carry)
-
-                with contextlib.nullcontext() if isinstance(count, int) else each.trips_scope():
-                    carry = run_trips(0, count, trip, carry)
+                first = each.values(stage, repeat)
+                trip = lambda number, carry, run=each, first=first: step(
+                    run, run.after(first, number), carry
+                )
+                _, carry = each.run(stage, repeat, trip, carry)
             return carry
 
         return run_trips(0, self.repeats, runs, carry)
@@ -273,14 +285,12 @@ def layers_in_order(ranges: Sequence[LayerRange], kinds: Sequence[str]) -> list[
     return trips
 
 
-def plan_loops(
-    stages: Sequence[list[Trip]], peel_first: bool = False, peel_last: bool = False
-) -> list[Loop]:
+def plan_loops(stages: Sequence[list[Trip]], peel_first: bool = False) -> list[Loop]:
     """The loops that run each trip of each stage once, in order.
 
     stages: the trips of each stage
-    peel_first, peel_last: the trip that runs first, or last, stands outside of its loop; every
-        stage has it, with the same label
+    peel_first: the trip that runs first stands outside of other loops; every stage has it, with the
+        same label
     """
     if not any(stages):
         return []
@@ -288,12 +298,10 @@ def plan_loops(
     for a, b in itertools.chain(*map(itertools.pairwise, stages)):
         if a.label == b.label:
             steps[a.label] = tuple(np.subtract(b.values, a.values).tolist())
-    parts = [(part, False) for part in _parts([t[peel_first : len(t) - peel_last] for t in stages])]
+    parts = _parts([trips[peel_first:] for trips in stages])
     if peel_first:
-        parts.insert(0, ([[[trips[:1]]] for trips in stages], True))
-    if peel_last:
-        parts.append(([[[trips[-1:]]] for trips in stages], True))
-    return [_loop(part, steps, peeled) for part, peeled in parts]
+        parts.insert(0, [[[trips[:1]]] for trips in stages])
+    return [_loop(part, steps) for part in parts]
 
 
 # Trips as a loop runs them, by stage, by repeat and by run.
@@ -353,7 +361,7 @@ def _in_order(runs: list[list[Trip]], labels: Sequence) -> list[list[list[Trip]]
     return repeats
 
 
-def _loop(part: _Part, steps: dict[Any, tuple[int, ...]], peeled: bool) -> Loop:
+def _loop(part: _Part, steps: dict[Any, tuple[int, ...]]) -> Loop:
     runs = []
     for number in range(len(part[0][0])):
         table = [[repeat[number] for repeat in of_stage] for of_stage in part]
@@ -371,7 +379,7 @@ def _loop(part: _Part, steps: dict[Any, tuple[int, ...]], peeled: bool) -> Loop:
         count = np.array([[len(run) for run in of_stage] for of_stage in table])
         step = steps.get(label, (0,) * len(values))
         runs.append(Run(label, np.moveaxis(np.array(first), -1, 0), count, step))
-    return Loop(runs, len(part[0]), peeled)
+    return Loop(runs, len(part[0]))
 
 
 # --- two ways to run it ---------------------------------------------------------------------------
@@ -401,28 +409,62 @@ def run_loops_gathering(
 ):
     """carry = body(range, i, gathered(range, i's row), carry) for each layer i. `gathered` has
     collectives: each layer's trip begins with those of the next layer, so that they overlap with
-    this layer's products. All layers are of one form.
+    this layer's products. If layers are of several forms, stages have the same ones.
 
     first_rows: for each stage the row of the layer that runs first
     way: 1, or −1 where rows go down
     """
+
+    def repeat(loop: Loop, number: LayerNumber, following: _Following, state):
+        """One repeat of a loop, before the layer `following`, if any."""
+        others = [_first_layer(run, stage, number) for run in loop.runs[1:]]
+        for run, after in zip(loop.runs, [*others, following], strict=True):
+            first = run.values(stage, number)
+
+            def trip(number: LayerNumber, state, run=run, first=first, last=False, after=after):
+                parameters, carry = state
+                i = LayerIndex(*run.after(first, number))
+                # Before the body, which does not depend on it: so XLA may start the gather first.
+                after = after if last else (run.label, i.row + way)
+                ahead = gathered(*after) if after else None
+                return ahead, body(run.label, i, parameters, carry)
+
+            # The last trip has nothing to gather, or arrays of other shapes than a loop carries. A
+            # stage may have no layer in the run: then it is in the loop, and may gather a layer
+            # that nobody reads; its row is clamped.
+            peels = run.has_layers and not _same_form(run, after)
+            last, state = run.run(stage, number, trip, state, peeled=peels)
+            if peels:
+                state = trip(last, state, last=True)
+        return state
+
     # The first layer's parameters are gathered before all loops; nothing overlaps with that.
-    of_form = functools.partial(gathered, loops[0].runs[0].label)
-    state = of_form(_entry(np.array(first_rows)[:, None], stage, 0)), carry
-    for loop in loops:
-        # A stage may have no layer in the last range. Then no layer is known to run last, none is
-        # peeled, and the one that does gathers a layer that nobody reads: its number is clamped.
-        is_last = loop.peeled and loop is loops[-1]
+    row = _entry(np.array(first_rows)[:, None], stage, 0)
+    state = gathered(loops[0].runs[0].label, row), carry
+    for loop, after in zip(loops, [*loops[1:], None], strict=True):
+        following = _first_layer(after.runs[0], stage, 0) if after else None
+        head, peels = loop.runs[0], loop.runs[-1].has_layers
+        peels = loop.repeats == 1 or (peels and not _same_form(head, following))
 
-        def step(run: Run, values: Sequence[LayerNumber], state, is_last=is_last):
-            parameters, carry = state
-            i = LayerIndex(*values)
-            # Before the body, which does not depend on it: so XLA may start the gather first.
-            following = None if is_last else of_form(i.row + way)
-            return following, body(run.label, i, parameters, carry)
+        def in_loop(number: LayerNumber, state, loop=loop):
+            return repeat(loop, number, _first_layer(loop.runs[0], stage, number + 1), state)
 
-        state = loop.run(stage, step, state)
+        state = run_trips(0, loop.repeats - peels, in_loop, state)
+        if peels:
+            state = repeat(loop, loop.repeats - 1, following, state)
     return state[1]
+
+
+# The range and the row of the layer that runs next; None: there is none.
+_Following = tuple[LayerRange, LayerNumber] | None
+
+
+def _first_layer(run: Run, stage, repeat: LayerNumber) -> _Following:
+    return run.label, LayerIndex(*run.values(stage, repeat)).row
+
+
+def _same_form(run: Run, following: _Following) -> bool:
+    return following is not None and following[0].form == run.label.form
 
 
 def run_trips(start: LayerNumber, stop: LayerNumber, step: Callable, carry):

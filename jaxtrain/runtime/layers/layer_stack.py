@@ -27,6 +27,7 @@ from jaxtrain.runtime.layers.layer_loops import (
     LayerIndex,
     LayerNumber,
     LayerRange,
+    Loop,
     Run,
     Trip,
     UnitCollectives,
@@ -235,24 +236,22 @@ class LayerStack:
         if reverse:
             trips = [of_stage[::-1] for of_stage in trips]
         parameters = functools.partial(self.parameters, params, op=op)
-        if not self._gathers_ahead(op):
-            return run_loops(plan_loops(trips, peel_first), self.stage, body, parameters, carry)
-        # The layer that runs last has no layer to gather after it. It stands outside of its loop if
-        # every stage has it; a peeled first one is not it.
-        has_last = _start_alike([of_stage[::-1] for of_stage in trips])
-        peel_last = has_last and min(map(len, trips)) > peel_first
-        loops = plan_loops(trips, peel_first, peel_last)
+        loops = plan_loops(trips, peel_first)
+        if not self._gathers_ahead(op, loops):
+            return run_loops(loops, self.stage, body, parameters, carry)
         rows = [LayerIndex(*of_stage[0].values).row if of_stage else 0 for of_stage in trips]
         way = -1 if reverse else 1
         return run_loops_gathering(loops, self.stage, body, parameters, rows, way, carry)
 
-    def _gathers_ahead(self, op: LayerOp) -> bool:
+    def _gathers_ahead(self, op: LayerOp, loops: Sequence[Loop]) -> bool:
         """True if an op gathers a layer's parameters while the layer before computes."""
-        # Layers of several forms have different arrays, and a loop cannot carry one set in the
-        # place of another: each is gathered where it is used.
-        if not self._collectives.zero.gathers_in_ops or self._has_forms:
+        # Layers of several forms have arrays of different shapes. A loop whose next layer is known
+        # by its index alone cannot carry them, and gathers each layer where it is used.
+        is_known = all(run.is_known for loop in loops for run in loop.runs)
+        if not self._collectives.zero.gathers_in_ops or (self._has_forms and not is_known):
             return False
-        return any(jax.tree.leaves(self._reads(op, "")))
+        forms = {layers.form for layers in self.ranges}
+        return any(jax.tree.leaves([self._reads(op, form) for form in forms]))
 
     # ------------------------------------------------------------------ one op
 
@@ -318,13 +317,11 @@ class LayerStack:
         in_pairs = any(each.split.has_messages for each in ranges)
         # Gathered parameters come a layer ahead, which needs one layer a trip.
         if self._collectives.zero.gathers_in_ops or not in_pairs:
-            written = self._run(op, body, params, written, trips=self._recomputed)
-            return merged(pools, written)
+            return merged(pools, self._run(op, body, params, written, trips=self._recomputed))
         for loop in plan_loops([pairs_of(t[::2], t[1::2]) for t in self._recomputed]):
             written = loop.run(self.stage, pair, written)
         odd = [of_stage[len(of_stage) // 2 * 2 :] for of_stage in self._recomputed]
-        written = self._run(op, body, params, written, trips=odd)
-        return merged(pools, written)
+        return merged(pools, self._run(op, body, params, written, trips=odd))
 
     def input_gradient(
         self, params, extra, pools: Pools, slots: TickSlots, g: jax.Array

@@ -22,9 +22,9 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxtrain.config import OptimizerConfig
+from jaxtrain.config import ConfigError, OptimizerConfig, one_line
 from jaxtrain.config.learning_rates import LEARNING_RATES
-from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.devices.host_memory import is_on_host, read, write
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.training.update.rounding import rounded
@@ -104,11 +104,11 @@ class Optimizer:
 
     @property
     def _directions(self) -> optax.GradientTransformation:
-        return OPTIMIZERS[self.settings.name].make(jax, optax, self.settings)
+        return record_of(self.settings.name).make(jax, optax, self.settings)
 
     @property
     def _elementwise(self) -> bool:
-        return OPTIMIZERS[self.settings.name].elementwise
+        return record_of(self.settings.name).elementwise
 
     def init(self, params: Any) -> Any:
         """The state before the first update: optax's of the clipping, of the directions, of the
@@ -190,6 +190,35 @@ class Optimizer:
             optax.ScaleByScheduleState(counted),
         )
         return Updated(tree.unflatten(values), tree.unflatten(new_params), new_state)
+
+
+def check_own(settings: OptimizerConfig) -> None:
+    """Raises ConfigError if `optimizer.name` is a record of one's own that makes no updates, or
+    another state than it says. Nothing is computed."""
+    if settings.name in OPTIMIZERS:
+        return
+    record, shape = record_of(settings.name), (256, 384)
+
+    def update(a: jax.Array) -> tuple[Any, Any]:
+        directions = record.make(jax, optax, settings)
+        state = directions.init({"a": a})
+        return state, directions.update({"a": a}, state, {"a": a})
+
+    try:
+        dims = record.state(shape, settings)
+        state, _ = jax.eval_shape(update, jax.ShapeDtypeStruct(shape, jnp.float32))
+    except Exception as error:
+        rule = f"raises {type(error).__name__}: {error}"
+    else:
+        wanted = [tuple(shape[d] for d in each) or (1,) for each in dims]
+        parts = parts_of(state, jax.tree.structure({"a": 0}))
+        made = [
+            p["a"].shape for p, follows in zip(parts.parts, parts.follow, strict=True) if follows
+        ]
+        if made == wanted:
+            return
+        rule = f"has a state of {made} for a parameter of {shape}, and its record says {wanted}"
+    raise ConfigError("optimizer.name", settings.name, one_line(rule), "adamw or another record")
 
 
 def updates_made(state: Any) -> jax.Array:

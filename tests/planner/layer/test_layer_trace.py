@@ -13,6 +13,7 @@ import pytest
 from benchmarks.model_forms import llama
 from jaxtrain import config as configs
 from jaxtrain.config import Config, ModelConfig
+from jaxtrain.config.groups.model_settings import BIASED
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.models import transformer
@@ -38,24 +39,33 @@ def random_model(seed: int) -> ModelConfig:
         "width": rng.choice((24, 40, 65)),
         "heads": heads,
         "head_dim": rng.choice((8, 12, 22)),
-        "activation": rng.choice(("swiglu", "gelu")),
+        "activation": rng.choice(("swiglu", "gelu", "geglu", "clamped_swiglu")),
         "norm": rng.choice(("rmsnorm", "layernorm")),
+        "norm_weight": rng.choice(("scale", "one_plus")),
+        "parallel_block": rng.random() < 0.2,
         "mlp_width": rng.choice((0, 51)),
         "tied_embeddings": rng.random() < 0.5,
     }
-    biases = [part for part in ("qkv", "out", "mlp", "router", "norm") if rng.random() < 0.4]
+    if not values["parallel_block"]:
+        values["norm_place"] = rng.choice(("before", "after", "both"))
+    biases = [part for part in BIASED if rng.random() < 0.4]
     if rng.random() < 0.3:
         values |= {"attention": "mla", "query_rank": rng.choice((0, 20)), "kv_rank": 16}
         values |= {"rope_head_dim": 4, "value_head_dim": rng.choice((0, 10))}
     else:
         values["kv_heads"] = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
         values["qk_norm"] = rng.random() < 0.3
+        values["qk_norm_over"] = rng.choice(("head", "projection"))
+        values["attention_gate"] = rng.random() < 0.3
     if rng.random() < 0.5:
         values |= {"experts": rng.choice((2, 4, 8)), "experts_per_token": rng.choice((1, 2))}
         values |= {"shared_experts": rng.choice((0, 1, 2)), "expert_width": rng.choice((0, 20))}
         values |= {"dense_layers": rng.choice((0, 1)), "mtp_depth": rng.choice((0, 1))}
-        values |= {"router_bias": rng.random() < 0.5}
-    left_out = {"router" if "experts" not in values else "mlp"} & {*biases}
+        values |= {"router_bias": rng.random() < 0.5, "shared_gate": rng.random() < 0.5}
+    has_experts = values.get("experts", 0) > 0
+    has_mlp = not has_experts or values["dense_layers"] or values["shared_experts"]
+    left_out = set() if has_experts else {"router", "experts"}
+    left_out |= set() if has_mlp else {"mlp"}
     left_out |= {"norm"} if values["norm"] == "rmsnorm" else set()
     values["biases"] = tuple(part for part in biases if part not in left_out)
     changes = {f"model.{name}": value for name, value in values.items()}

@@ -183,7 +183,7 @@ LISTS = {
     "pipeline.times": [(1.0, 2.0, 3.0, 1.0, 1.0, 1.0)],
     "pipeline.save": [("layer_input",), ("qkv", "attention")],
     "model.biases": [("qkv", "out")],
-    "model.nope_layers": [(0,)],
+    "model.pattern": [("nope", "full")],
     "parallel.compiler_options": [("xla_gpu_enable_latency_hiding_scheduler=true",)],
 }
 # Where stages do not share the vocabulary, the first and the last have a table each, tied or not.
