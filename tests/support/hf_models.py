@@ -562,7 +562,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "gpt_oss",
         **_SIZES,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0},
-        "intermediate_size": 9,
+        "intermediate_size": 10,
         "num_key_value_heads": 4,
         "head_dim": 6,
         "num_local_experts": 4,
