@@ -10,9 +10,11 @@ from jax.stages import Compiled
 
 from jaxtrain.checkpoint.resuming import StartPoint
 from jaxtrain.config import ResolvedConfig, TrainConfig, kernels
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
 from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
 from jaxtrain.devices import cluster, mesh as meshes
+from jaxtrain.models import own_module
 from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.planner.for_training import plan_at_hand
 from jaxtrain.run.wall_clock import Phase, WallClock
@@ -25,6 +27,23 @@ def mebibytes(n: float) -> str:
     return f"{n / 2**20:,.1f}"
 
 
+def _kernels(config: ResolvedConfig, device: kernels.TargetDevice) -> list[str]:
+    """Lines about the kernels of the layers; those that are not of all kinds name theirs."""
+    model, kinds_of_line = config.model, dict[str, list[str]]()
+    own = {kind: of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model))}
+    attending = {kind: each for kind, each in own.items() if not (each.block or each.mixer)}
+    for kind, each in attending.items():
+        case = kernels.attention_case(
+            device, each, config.data, config.mesh, config.parallel, config.precision
+        )
+        for line in kernels.describe(each, case):
+            kinds_of_line.setdefault(line, []).append(kind)
+    return [
+        line if len(kinds) == len(attending) else f"{line} (layers of kind {', '.join(kinds)})"
+        for line, kinds in kinds_of_line.items()
+    ]
+
+
 def introduction(config: ResolvedConfig, step: Step) -> list[str]:
     """Lines about a step, compiled or not: mesh, model, table, slots, the planned step."""
     d, m, device = config.data, config.model, step.mesh.devices.flat[0]
@@ -32,6 +51,7 @@ def introduction(config: ResolvedConfig, step: Step) -> list[str]:
     lines = [
         *meshes.describe(step.mesh),
         f"model: {parameters:,} parameters; {placement.describe()}",
+        *own_module.describe(m),
         f"step: {d.batch_size * d.sequence_length:,} tokens in {config.pipeline.microbatches} "
         f"microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}",
     ]
@@ -40,15 +60,10 @@ def introduction(config: ResolvedConfig, step: Step) -> list[str]:
             f"replicas: {config.mesh.replica} train independently and exchange "
             f"{config.precision.outer} every {every} steps and after the last"
         )
-    case = kernels.attention_case(
-        target_device_of(device), m, d, config.mesh, config.parallel, config.precision
-    )
     # Which kernels run depends on the device and the shapes, not on a setting alone, so a user
     # cannot tell from the config.
-    lines += [
-        *kernels.describe_products(config.precision, case.device),
-        *kernels.describe(m, case),
-    ]
+    target = target_device_of(device)
+    lines += [*kernels.describe_products(config.precision, target), *_kernels(config, target)]
     # Below 1 % it is norms' scales and biases, which nobody would shard.
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data

@@ -28,7 +28,16 @@ GPT2 = {
 LENGTH = {"data.sequence_length": 24}  # of which 3 devices have whole chunks
 RING, UNEVEN = {"parallel.context": "ring"}, {"model.layers": 5}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
+# A window, with all that a score may have. Chunks have 4 tokens: a window of 6 reaches two of them.
+WINDOW = {"model.window": 6, "model.sinks": True, "model.attention_softcap": 2.0}
 CASES = {
+    "window, gather 3, stage 2, zb_h1, documents, blocks": Case(
+        (1, 2, 1),
+        "zb_h1",
+        1,
+        3,
+        changes={"mesh.context": 3, **LENGTH, **WINDOW, **APART, "pipeline.remat": "selective"},
+    ),
     "ring 3, grouped heads, documents, blocks": Case(
         (1, 1, 2),
         changes={
@@ -41,6 +50,30 @@ CASES = {
     ),
 }
 MORE = {
+    "window, ring 4": Case(
+        (1, 1, 2), changes={"mesh.context": 4, **RING, **WINDOW, **NONE, "data.sequence_length": 32}
+    ),
+    "window, ulysses 2, documents": Case(
+        (1, 1, 2), changes={"mesh.context": 2, "parallel.context": "ulysses", **WINDOW, **APART}
+    ),
+    # so wide that all tokens are gathered
+    "window, ring 2, blocks": Case(
+        (1, 2, 2), changes={"mesh.context": 2, **RING, **WINDOW, "model.window": 20}
+    ),
+    "window, ring 3, pattern, none": Case(
+        (1, 2, 1),
+        "1f1b",
+        1,
+        4,
+        changes={
+            "mesh.context": 3,
+            **RING,
+            **LENGTH,
+            **NONE,
+            **WINDOW,
+            "model.pattern": ("window", "full"),
+        },
+    ),
     "ring 2, stage 2, zb_h1, documents, uneven": Case(
         (1, 2, 1), "zb_h1", 1, 3, changes={"mesh.context": 2, **RING, **APART, **NONE, **UNEVEN}
     ),
@@ -205,7 +238,9 @@ def compiled(size: int, stages: int = 1, **changes):
     return step, Program(made.as_text())
 
 
-@pytest.mark.parametrize("how", ["all_gather", "ulysses", "all_gather, blocks", "ring, blocks"])
+@pytest.mark.parametrize(
+    "how", ["all_gather", "ulysses", "all_gather, blocks", "ring, blocks", "ring, window"]
+)
 def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
     """Also attention's, whose keys and values are whole while it runs, or come from every
     device."""
@@ -214,7 +249,7 @@ def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
     monkeypatch.setattr(
         UnitPlan, "_split", lambda self, *shapes: splits.append(make(self, *shapes)) or splits[-1]
     )
-    if blocks:
+    if blocks == ["blocks"]:
         small_blocks()
     for size in (1, 2, 4):
         changes = {
@@ -223,6 +258,7 @@ def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
             "pipeline.remat": "none",
             "data.batch_size": 2,
             "data.sequence_length": 64,
+            "model.window": 6 * (blocks == ["window"]),
         }
         cfg = small.config((1, 1, 1), "1f1b", 1, 2, changes)
         step = make_step(cfg, small.mesh_of(cfg))
@@ -246,6 +282,19 @@ def test_what_crosses_the_context():
     assert found["reduce-scatter"] == m * layers * keys // 4
     # gradients, the loss, the number of tokens
     assert found["all-reduce"] == step.layout.parts.parameter_count + 2
+
+
+def test_what_crosses_the_context_for_a_window():
+    """The window's keys before each of a device's two chunks, for F and for B, and their gradients:
+    no more with more devices, or longer sequences."""
+    _, program = compiled(4, model__kv_heads=2, model__window=5, parallel__context="ring")
+    found: collections.Counter = collections.Counter()
+    for i, times in executed(program, program.entry):
+        if i.collective and "f32" in i.types and "attention" in i.op_name:
+            found[i.collective] += times * sum(i.sizes)
+    # microbatches; layers; elements of keys and values [1, 2 · 4, 2, 4]
+    m, layers, window = 2, 3, 2 * 8 * 2 * 4
+    assert found == {"collective-permute": m * layers * 3 * window}
 
 
 def test_what_goes_round():

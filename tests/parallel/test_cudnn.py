@@ -1,6 +1,9 @@
 """What cuDNN is given for documents and what is made of its results, against plain XLA, with
 cuDNN's two primitives played by numpy."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +38,7 @@ class Primitive:
         *rest,
         scale,
         mask_type,
+        sliding_window_length,
         **parameters,
     ):
         self.masks.append(mask_type)
@@ -51,13 +55,13 @@ class Primitive:
         if not self.backward:
             results = (*results, jax.ShapeDtypeStruct((rows, q.shape[2], q.shape[1]), jnp.float32))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), list(results))
-        play = lambda *arrays: self.play(scale, *map(np.asarray, arrays))
+        play = lambda *arrays: self.play(scale, sliding_window_length, *map(np.asarray, arrays))
         return jax.pure_callback(
             play, shapes, q, k, v, lengths, key_lengths, offsets, key_offsets, *rest[2:]
         )
 
     def play(
-        self, scale, q, k, v, lengths, key_lengths, offsets, key_offsets, *rest
+        self, scale, window, q, k, v, lengths, key_lengths, offsets, key_offsets, *rest
     ) -> list[np.ndarray]:
         batch, tokens, heads, size = q.shape
         if lengths.ndim == 1:
@@ -83,19 +87,15 @@ class Primitive:
         for row, (n, at, at_keys) in enumerate(rows):
             places = at, at_keys, at_keys // size * v.shape[3]
             own = [part(a, place, n) for a, place in zip(given, places, strict=False)]
-            weights, lse = softmax(*own[:2], scale)
+            scores, lse = masked_scores(*own[:2], scale, window)
             if self.backward:
-                np.testing.assert_allclose(stats[row, :, :n], lse, rtol=1e-4, atol=1e-4)
+                # by the given log-sum-exp and output, which may be those with sinks
+                weights = np.exp(scores - stats[row, :, :n, None])
                 out, g = (part(a, at, n) for a in given[4:])
-                np.testing.assert_allclose(
-                    out,
-                    np.einsum("nts,snv->tnv", weights, expanded(own[2], heads)),
-                    rtol=1e-4,
-                    atol=1e-4,
-                )
-                found = gradients(*own[:3], g, weights, scale)
+                found = gradients(*own[:3], out, g, weights, scale)
             else:
                 stats[row, :, :n] = lse
+                weights = np.exp(scores - lse[..., None])
                 found, places = (
                     [np.einsum("nts,snv->tnv", weights, expanded(own[2], heads))],
                     (at // size * v.shape[3],),
@@ -115,23 +115,27 @@ def expanded(a: np.ndarray, heads: int) -> np.ndarray:
     return np.repeat(a, heads // a.shape[1], 1)
 
 
-def softmax(q, k, scale) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [heads, T, T] and log-sum-exp [heads, T] of one document."""
+def masked_scores(q, k, scale, window) -> tuple[np.ndarray, np.ndarray]:
+    """Scores [heads, T, T] and log-sum-exp [heads, T] of one document. window: the number of keys
+    that a query sees, by the documentation the keys (position − window, position]; None: all"""
     scores = np.einsum("tnh,snh->nts", q, expanded(k, q.shape[1])) * scale
-    scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
+    seen = np.tril(np.ones(scores.shape[1:], bool))
+    if window:
+        seen &= ~np.tril(seen, -window)
+    scores = np.where(seen, scores, -np.inf)
     top = scores.max(-1, initial=-1e30)
-    lse = top + np.log(np.exp(scores - top[..., None]).sum(-1))
-    return np.exp(scores - lse[..., None]), lse
+    return scores, top + np.log(np.exp(scores - top[..., None]).sum(-1))
 
 
-def gradients(q, k, v, g, weights, scale) -> list[np.ndarray]:
+def gradients(q, k, v, out, g, weights, scale) -> list[np.ndarray]:
     """Of queries, keys and values of one document."""
     heads, by_group = (
         q.shape[1],
         lambda a, like: a.reshape(len(a), like.shape[1], heads // like.shape[1], a.shape[2]).sum(2),
     )
     by_weights = np.einsum("tnv,snv->nts", g, expanded(v, heads))
-    by_scores = weights * (by_weights - (weights * by_weights).sum(-1, keepdims=True)) * scale
+    delta = np.einsum("tnv,tnv->nt", g, out)[..., None]
+    by_scores = weights * (by_weights - delta) * scale
     dk, dv = np.einsum("nts,tnh->snh", by_scores, q), np.einsum("nts,tnv->snv", weights, g)
     return [
         np.einsum("nts,snh->tnh", by_scores, expanded(k, heads)),
@@ -176,6 +180,35 @@ def test_same_as_plain_xla(primitives, monkeypatch, shape, documents, room):
     for a, b in zip(got, attended.plain(q, k, v, g, None, own, own), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     assert [p.masks for p in primitives] == [[PADDING_CAUSAL if documents else CAUSAL_MASK]] * 2
+
+
+@pytest.mark.parametrize(
+    "documents, softmax_sinks", [(0, False), pytest.param(4, True, marks=pytest.mark.full)]
+)
+def test_windows(primitives, documents, softmax_sinks):
+    q, k, v, g = arrays(tokens=24, heads=4, key=32)
+    own = segments(2, 24, documents) if documents else None
+    sinks = jnp.arange(4.0) if softmax_sinks else None
+    pair, scores = own if own is None else (own, own), flash.Scores(0.3, 0.0, sinks)
+    sight = dataclasses.replace(CAUSAL, window=5)
+    fn = lambda q, k, v: flash.attend(cudnn.KERNEL, q, k, v, sight, pair, None, scores)
+    got = jax.jit(lambda *given: attended.with_gradients(fn, *given))(q, k, v, g)
+    rule = functools.partial(attended.dense, sinks=sinks, own=own, window=5, scale=0.3)
+    for a, b in zip(got, attended.with_gradients(rule, q, k, v, g), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_last_tokens_of_the_keys(primitives):
+    """As `context` has them with a window: the first sequence has no neighbours before it, and the
+    queries of the other's see them."""
+    q, k, v, g = arrays(tokens=24, heads=4, key=32)
+    own = jnp.asarray(np.stack([np.where(np.arange(24) < 6, -1, 0), np.zeros(24)]), jnp.int32)
+    sight = dataclasses.replace(CAUSAL, window=7)
+    fn = lambda q, k, v: flash.attend(cudnn.KERNEL, q[:, 6:], k, v, sight, (own[:, 6:], own))
+    got = jax.jit(lambda *given: attended.with_gradients(fn, *given))(q, k, v, g[:, 6:])
+    rule = lambda q, k, v: attended.dense(q, k, v, own=own, window=7)[:, 6:]
+    for a, b in zip(got, attended.with_gradients(rule, q, k, v, g[:, 6:]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_places_of_documents():

@@ -50,3 +50,20 @@ def plain(q, k, v, g, last_key=None, of_queries=None, of_keys=None) -> list[jax.
             lambda q, k, v: grouped_attention(q, k, v, jnp.asarray(mask)), q, k, v, g
         )
     )(*exact)
+
+
+def dense(q, k, v, sinks=None, *, own=None, window=0, softcap=0.0, scale=0.0) -> jax.Array:
+    """Causal attention by its definition: all scores, a softmax, no kernel's order. own: segments;
+    sinks [heads]; window, softcap, scale: 0 for none, or 1/sqrt(size of a key)"""
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], 2) for a in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (scale or q.shape[3] ** -0.5)
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    distance = np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])
+    seen = jnp.asarray((distance >= 0) & (distance < (window or k.shape[1])))
+    if own is not None:
+        seen = seen & (own[:, None, :, None] == own[:, None, None, :])
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], -1)
+    return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores, -1)[..., : k.shape[1]], v)

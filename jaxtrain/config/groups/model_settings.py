@@ -175,7 +175,7 @@ class ModelConfig:
         Choices(("head", "projection")),
     )
     attention_scale: float = setting(
-        0.0, "gqa: factor on scores; 0: 1/sqrt(head_dim)", Range(at_least=0)
+        0.0, "factor on scores; 0: 1/sqrt(size of a key)", Range(at_least=0)
     )
     attention_softcap: float = setting(
         0.0,
@@ -183,7 +183,8 @@ class ModelConfig:
         Range(at_least=0),
     )
     sinks: bool = setting(
-        False, "a learned number for each head, one more score of every token's softmax (gpt-oss)"
+        False,
+        "gqa: a learned number for each head, one more score of every token's softmax (gpt-oss)",
     )
     attention_gate: bool = setting(
         False, "gqa: attention's output times the sigmoid of a gate made from the layer's input"

@@ -188,7 +188,7 @@ USES = (
         lambda c: "with model.router_groups=1",
     ),
     Use(
-        _under("model", "qk_norm qk_norm_over attention_gate"),
+        _under("model", "qk_norm qk_norm_over attention_gate sinks"),
         lambda c: c.model.attention == "gqa",
         lambda c: f"with model.attention={c.model.attention!r}",
     ),

@@ -30,7 +30,7 @@ get.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -235,14 +235,12 @@ def _with_neighbours(x: jax.Array, count: int) -> jax.Array:
             seen = slice(max(0, hop * chunk - count), chunk)
             # Chunk n gets those of chunk n − hop: an upper chunk those of an upper one, or beyond
             # the sequence's middle of a lower one, which one hop away is the last device's own.
-            upwards = [(i, i + hop) for i in range(parts - hop)]
-            downwards = [(i + hop, i) for i in range(parts - hop)]
-            over_the_middle = [(i, 2 * parts - 1 - hop - i) for i in range(parts - hop, parts)]
+            upwards = tuple((i, i + hop) for i in range(parts - hop))
+            downwards = tuple((i + hop, i) for i in range(parts - hop))
+            middle = tuple((i, 2 * parts - 1 - hop - i) for i in range(parts - hop, parts))
             is_last = lax.axis_index(CONTEXT) == parts - 1
             from_lower = (
-                jnp.where(is_last, lower[:, seen], 0)
-                if hop == 1
-                else send(lower[:, seen], over_the_middle)
+                jnp.where(is_last, lower[:, seen], 0) if hop == 1 else send(lower[:, seen], middle)
             )
             of_lower.insert(0, send(lower[:, seen], upwards))
             of_upper.insert(0, send(upper[:, seen], downwards) + from_lower)
@@ -253,7 +251,9 @@ def _with_neighbours(x: jax.Array, count: int) -> jax.Array:
     return jax.jit(neighbours_tokens)(x)
 
 
-def send(x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+# A custom_vjp: gradients go the other way, and need no more than that.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def send(x: jax.Array, pairs: tuple[tuple[int, int], ...]) -> jax.Array:
     """The x of the device that is in `pairs` (sender, receiver) with this one; 0 on a device that
     receives nothing.
 
@@ -262,31 +262,25 @@ def send(x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     its groups are the devices of `context` in one stage. The CPU backend has none: there a plain
     all-to-all sends zeros to the other devices.
     """
-    return _send(x, tuple(pairs))
-
-
-# A custom_vjp: gradients go the other way, and need no more than that.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _send(x: jax.Array, pairs: tuple[tuple[int, int], ...]) -> jax.Array:
     if manual_size(STAGE) == 1:
         return lax.ppermute(x, CONTEXT, pairs)
     c, i = size(), lax.axis_index(CONTEXT)
     receivers, senders = np.full((2, c), c)  # c: none
-    for source, target in pairs:
-        receivers[source], senders[target] = target, source
-    receiver, sender = jnp.asarray(receivers)[i], jnp.asarray(senders)[i]
+    for sender, receiver in pairs:
+        receivers[sender], senders[receiver] = receiver, sender
+    to, source = jnp.asarray(receivers)[i], jnp.asarray(senders)[i]
     if on_cpu():
-        sent = jnp.zeros((c, *x.shape), x.dtype).at[receiver].set(x, mode="drop")
-        return lax.all_to_all(sent, CONTEXT, 0, 0).at[sender].get(mode="fill", fill_value=0)
+        sent = jnp.zeros((c, *x.shape), x.dtype).at[to].set(x, mode="drop")
+        return lax.all_to_all(sent, CONTEXT, 0, 0).at[source].get(mode="fill", fill_value=0)
     begin = jnp.zeros(c, jnp.int32)
     rows_of = lambda other: jnp.where(jnp.arange(c) == other, x.shape[0], 0)
     arrived = (lax.empty if len(pairs) == c else jnp.zeros)(x.shape, x.dtype)
     return lax.ragged_all_to_all(
-        *(x, arrived, begin, rows_of(receiver), begin, rows_of(sender)), axis_name=CONTEXT
+        *(x, arrived, begin, rows_of(to), begin, rows_of(source)), axis_name=CONTEXT
     )
 
 
-_send.defvjp(
-    lambda x, pairs: (_send(x, pairs), None),
-    lambda pairs, _, g: (_send(g, tuple((receiver, sender) for sender, receiver in pairs)),),
+send.defvjp(
+    lambda x, pairs: (send(x, pairs), None),
+    lambda pairs, _, g: (send(g, tuple((receiver, sender) for sender, receiver in pairs)),),
 )

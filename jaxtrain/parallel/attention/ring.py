@@ -105,7 +105,8 @@ def _next(keys: _Keys) -> _Keys:
     at a time, so only one of two would overlap with attention's kernel.
     """
     c = lax.axis_size(CONTEXT)
-    to_next = functools.partial(send, pairs=[(n, (n + 1) % c) for n in range(c)])
+    pairs = tuple((n, (n + 1) % c) for n in range(c))
+    to_next = lambda a: send(a, pairs)
     if manual_size(STAGE) == 1:
         return jax.tree.map(to_next, keys)
     both = to_next(jnp.concatenate([keys.k, keys.v], -1))
