@@ -23,7 +23,7 @@ FILES = [
     for path in (ROOT / "jaxtrain").rglob(f"*.{kind}")
 ]
 SOURCES = {path.relative_to(ROOT).as_posix() for path in FILES}
-RECIPES = {f"jaxtrain/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
+RECIPES = {f"jaxtrain/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.py")}
 # What pip does, by setuptools alone: each hook of PEP 517 in a process of its own.
 BUILD = (
     "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + "

@@ -1,5 +1,16 @@
 """The optimizers that `optimizer.name` may name: a record of each has all in which it differs. A
-file of one's own defines another one in the same form, and `record_of` reads either.
+file of one's own has a record in the same form, which `optimizer.name=FILE.py:SGD` names:
+
+    import functools
+    from jaxtrain.config.optimizers import OptimizerRecord, copies
+
+    SGD = OptimizerRecord(
+        "sgd", "gradient descent with momentum",
+        make=lambda jax, optax, settings: optax.trace(settings.b1),
+        reads={"b1": "decay of the sum of gradients"},
+        state=functools.partial(copies, 1),  # one array of the parameter's shape
+        passes=3,
+    )
 
 Clipping by the global norm, decay of weights and the learning rate are the same for all
 (training/update/optimizer.py). This module works without jax, so jax and optax are arguments of

@@ -28,7 +28,7 @@ from flax import nnx
 from jaxtrain.config import ResolvedModel
 from jaxtrain.config.errors import cut, nearly, one_line
 from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
-from jaxtrain.config.own_code import OwnCodeError, load
+from jaxtrain.config.own_code import OwnCodeError, digest, load
 from jaxtrain.devices.mesh import MODEL
 from jaxtrain.devices.sharding import RULES, constrain
 from jaxtrain.models.layers import (
@@ -94,7 +94,9 @@ class Constructor:
                 "an nnx.Variable"
             )
         named = next((metadata[key] for key in NAMES_OF_AXES if metadata.get(key)), None)
-        axes = self._usual_axes(array.shape) if named is None else tuple(named)
+        # The rule for a parameter that names none: every device of `model` has all of it.
+        usual = tuple("width" if size == self.width else REPLICATED for size in array.shape)
+        axes = usual if named is None else tuple(named)
         axes = tuple(axis or REPLICATED for axis in axes)
         if len(axes) != len(array.shape):
             raise OwnCodeError(
@@ -116,10 +118,6 @@ class Constructor:
             exact=bool(metadata.get("exact")),
             product=bool(metadata.get("product")),
         )
-
-    def _usual_axes(self, shape: tuple[int, ...]) -> tuple[str, ...]:
-        """The axes of a parameter that names none: every device of `model` has all of it."""
-        return tuple("width" if size == self.width else REPLICATED for size in shape)
 
 
 def parameters(module: nnx.Module) -> dict[Path, nnx.Param]:
@@ -218,17 +216,36 @@ def constructor_of(cfg: ResolvedModel) -> Constructor:
     return _constructor(cls, cfg.width, cfg.block_settings)
 
 
-def without_cache(model: ResolvedModel) -> str:
-    """The setting, with its value, of the first layers of one's own that generation has no cache
-    of; "" if there are none. Raises OwnCodeError."""
-    kinds = dict.fromkeys(kinds_of_layers(model))
-    for of_layer in (of_kind(model, kind) for kind in kinds):
+def own_layers(model: ResolvedModel) -> dict[str, Constructor]:
+    """The settings of layers of one's own in a model, each with its value, and the constructors.
+    Raises OwnCodeError."""
+    found = {}
+    for kind in dict.fromkeys(kinds_of_layers(model)):
+        of_layer = of_kind(model, kind)
         name = "block" if of_layer.block else "mixer"
         if text := getattr(of_layer, name):
-            cls = constructor_of(of_layer).cls
-            if not (hasattr(cls, "cached") and hasattr(cls, "cache_arrays")):
-                return f"model.{name}={text!r}"
-    return ""
+            found[f"model.{name}={text}"] = constructor_of(of_layer)
+    return found
+
+
+def describe(model: ResolvedModel) -> list[str]:
+    """A line for each: its file, and its matrices that `model` does not split."""
+    lines = []
+    for setting, construct in own_layers(model).items():
+        file, code = inspect.getfile(construct.cls), digest(setting.partition("=")[2])
+        specs = construct.specs.items()
+        unsplit = [".".join(path) for path, s in specs if s.matrix and _split_dim(s) is None]
+        copies = f"; mesh.model splits all matrices but {', '.join(unsplit)}" if unsplit else ""
+        lines.append(f"{setting}: {file}{f' (sha256 {code}…)' if code else ''}{copies}")
+    return lines
+
+
+def without_cache(model: ResolvedModel) -> str:
+    """The first setting of a layer of one's own that has no cache for generation; "" if there is
+    none. Raises OwnCodeError."""
+    has = lambda cls: hasattr(cls, "cached") and hasattr(cls, "cache_arrays")
+    layers = own_layers(model).items()
+    return next((setting for setting, construct in layers if not has(construct.cls)), "")
 
 
 @functools.lru_cache(2**6)

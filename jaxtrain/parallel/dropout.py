@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxtrain.devices.sharding import constrain
 from jaxtrain.parallel.random_bits import combined, mixed
 
 # the places in a model that drop numbers, each with bits of its own
@@ -74,5 +75,8 @@ def dropout(x_BTD: jax.Array, place: int, rate: float, noise_BT: jax.Array | Non
     """x after dropout in a place of a layer. noise_BT: of the layer; None: nothing is dropped"""
     if noise_BT is None or not rate:
         return x_BTD
+    # x is split along the sequence. Without the constraint the partitioner splits the noise for it,
+    # too, and gathers it for attention, which is split by heads.
+    noise_BT = constrain(noise_BT, ("batch", "token"))
     noise_BT1 = combined(noise_BT, place)[..., None]
     return dropped(x_BTD, noise_BT1, jnp.arange(x_BTD.shape[-1]), rate)

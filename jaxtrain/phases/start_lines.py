@@ -14,6 +14,7 @@ from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
 from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
 from jaxtrain.devices import cluster, mesh as meshes
+from jaxtrain.models import own_module
 from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.planner.for_training import plan_at_hand
 from jaxtrain.run.wall_clock import Phase, WallClock
@@ -50,6 +51,7 @@ def introduction(config: ResolvedConfig, step: Step) -> list[str]:
     lines = [
         *meshes.describe(step.mesh),
         f"model: {parameters:,} parameters; {placement.describe()}",
+        *own_module.describe(m),
         f"step: {d.batch_size * d.sequence_length:,} tokens in {config.pipeline.microbatches} "
         f"microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}",
     ]

@@ -11,7 +11,14 @@ import pytest
 from support import small
 from support.plain_model import plain_model
 
-from jaxtrain.generation.decode import cache_shardings, empty_cache, extend, next_logits, tied_table
+from jaxtrain.config.groups.layer_kinds import of_kind
+from jaxtrain.generation.decode import (
+    cache_shardings,
+    empty_cache,
+    extend,
+    next_logits,
+    tied_table,
+)
 from jaxtrain.models import transformer
 from jaxtrain.planner.programs.program import Program, along
 
@@ -50,6 +57,73 @@ KINDS = {
         "model.init_std": 0.3,
     },
 }
+
+
+# layers of several kinds, two of which have a window
+WINDOWS = {
+    "windows": {
+        "model.layers": 7,
+        "model.pattern": ("window", "full", "slim"),
+        "model.window": 5,
+        "model.kinds": ("slim.head_dim=6", "slim.window=3", "slim.kv_heads=4", "slim.sinks=true"),
+        "model.kv_heads": 2,
+        "model.rotary_dim": 2,
+        "model.attention_softcap": 3.0,
+        "model.init_std": 0.3,
+    },
+    "windows of latents, dense layers, an irregular pattern": KINDS["latent"]
+    | {
+        "model.layers": 3,
+        "model.dense_layers": 2,
+        "model.pattern": ("window", "window", "dense", "moe", "window"),
+        "model.kinds": ("moe.experts=4",),
+        "model.window": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_whatever_the_calls(kind):
+    """A prompt in pieces, longer and shorter than a window, with padding, and tokens one by one."""
+    cfg = small.config(changes=WINDOWS[kind])
+    parts, params = plain_model(cfg)
+    tokens = jax.random.randint(jax.random.key(1), (2, 30), 0, 61)
+    expected = jax.jit(lambda tokens: transformer.logits(parts, params, tokens))(tokens)
+
+    def logits(tokens, cache, start, count):
+        x, cache = extend(parts, params, tokens, cache, start, jnp.float32, count)
+        return parts.head(params["head"])(x), cache
+
+    steps = jax.jit(logits)
+    step = jax.jit(lambda *arguments: logits(*arguments, 1))
+    cache, at = empty_cache(parts, 2, 32, jnp.float32), 0
+    for count, padding in ((4, 4), (7, 1), *[(1, 0)] * 7, (2, 6), (8, 0), (1, 0), (1, 0)):
+        new = jnp.pad(tokens[:, at : at + count], ((0, 0), (0, padding)), constant_values=7)
+        if count == 1:
+            got, cache = step(new, cache, at)
+        else:
+            got, cache = steps(new, cache, at, count)
+        np.testing.assert_allclose(
+            got[:, :count], expected[:, at : at + count], rtol=0, atol=1e-5 * abs(expected).max()
+        )
+        at += count
+    assert at == 30
+
+
+def test_the_cache_of_a_window_is_as_long_as_it():
+    """And never longer than that of all tokens."""
+    cfg = small.config(changes=WINDOWS["windows"])
+    parts = transformer.build(cfg.model)
+    empty = lambda slots: jax.eval_shape(lambda: empty_cache(parts, 2, slots, jnp.bfloat16))
+    arrays = empty(1024)
+    shapes = {kind: {array.shape for array in arrays[kind]} for kind in arrays}
+    assert shapes == {
+        "window": {(3, 2, 5, 2, 4)},
+        "full": {(2, 2, 1024, 2, 4)},
+        "slim": {(2, 2, 3, 4, 6)},
+    }
+    assert small.nbytes(arrays["window"]) == 2 * 2 * (3 * 2 * 5 * 2 * 4)  # keys and values
+    assert {array.shape[2] for array in empty(4)["window"]} == {4}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,6 +169,7 @@ def test_padding_beyond_the_learned_positions_is_finite():
 BATCH, PROMPT, END = 2, 28, 36  # tokens
 SHARED = KINDS | {
     "grouped": {"model.kv_heads": 2, "model.init_std": 0.3},
+    **WINDOWS,
     "latent, by a query latent": KINDS["latent"] | {"model.query_rank": 12},
 }
 
@@ -120,7 +195,8 @@ def decoded(kind: str, context: int, model: int, slots: int) -> Decoded:
     tokens, programs, logits = tokens.astype(np.int32), {}, []
 
     def step(params, tokens, cache, start):
-        x, cache = extend(parts, params, tokens, cache, start, jnp.float32)
+        count = 1 if tokens.shape[1] == model else None
+        x, cache = extend(parts, params, tokens, cache, start, jnp.float32, count)
         return next_logits(parts, params, x, tied_table(parts, params, jnp.float32)), cache
 
     def run(tokens, cache, start):
@@ -150,8 +226,9 @@ def decoded(kind: str, context: int, model: int, slots: int) -> Decoded:
 @pytest.mark.parametrize(
     "case",
     small.named(
-        [("grouped", 3, 2), ("latent", 4, 1)],
+        [("grouped", 3, 2), ("latent", 4, 1), ("windows", 2, 2)],
         [
+            *(("windows", 3, 1), ([*WINDOWS][1], 2, 2)),
             *(("grouped", 2, 1), ("grouped", 4, 2), ("grouped", 2, 4), ("grouped", 5, 1)),
             *(("latent", 3, 2), ("latent, by a query latent", 2, 2)),
             *(("experts", 3, 2), ("gpt", 2, 2)),
@@ -163,13 +240,17 @@ def test_a_split_cache(case):
     local_slots = 32 if context == 2 else 16  # tokens after the prompt go over a device's border
     slots = local_slots * context
     one, split = decoded(kind, 1, 1, slots), decoded(kind, context, model, slots)
+    cfg = small.config(changes=SHARED[kind])
     # The same numbers in other sums, in float32, whose relative precision is 6e-8.
     largest = np.abs(one.logits).max()
     assert largest > 1
     np.testing.assert_allclose(split.logits, one.logits, rtol=0, atol=1e-5 * largest)
     np.testing.assert_array_equal(split.logits.argmax(-1), one.logits.argmax(-1))
-    for array in jax.tree.leaves(split.cache):
-        assert {part.data.shape[2] for part in array.addressable_shards} == {local_slots}
+    windows = {kind: of_kind(cfg.model, kind).window for kind in split.cache}
+    for kind, arrays in split.cache.items():
+        length = -(-windows[kind] // context) if windows[kind] else local_slots
+        for array in arrays:
+            assert {part.data.shape[2] for part in array.addressable_shards} == {length}
 
 
 @pytest.mark.parametrize(

@@ -143,17 +143,26 @@ def test_a_prompt_longer_than_a_piece(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("mesh", small.named([(1, 1, 1)], [(2, 1, 2)]))
+def test_windows(mesh, monkeypatch):
+    """A prompt in pieces, and tokens beyond the window."""
+    monkeypatch.setattr(sampling, "PIECE", 8)
+    changes = {"layers": 5, "pattern": ("window", "window", "nope"), "window": 6}
+    prompt = [int(i) for i in np.random.default_rng(0).integers(0, VOCABULARY, 21)]
+    made = ids(sampler(mesh, **changes), prompt, 20, Sampling(temperature=0), samples=2)
+    assert made.tolist() == [by_whole_forwards(prompt, 20, **changes)] * 2
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)])
 def test_a_prompt_is_read_by_the_kernel(mesh, monkeypatch):
     """By splash, interpreted, in two pieces; tokens one by one in plain XLA."""
     monkeypatch.setattr(sampling, "PIECE", 128)
     prompt = [int(i) for i in np.random.default_rng(0).integers(0, VOCABULARY, 200)]
-    expected = ids(sampler(), prompt, 6, Sampling(temperature=0))
-    assert (
-        ids(sampler(mesh, attention_kernel="splash"), prompt, 6, Sampling(temperature=0))
-        == expected
-    ).all()
+    for changes in ({}, {"pattern": ("window", "full"), "window": 70}):
+        expected = ids(sampler(**changes), prompt, 6, Sampling(temperature=0))
+        by_splash = sampler(mesh, attention_kernel="splash", **changes)
+        assert (ids(by_splash, prompt, 6, Sampling(temperature=0)) == expected).all()
 
 
 def test_learned_positions_to_the_last_one():

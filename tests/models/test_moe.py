@@ -267,6 +267,19 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
 
 
+def test_gates_and_biases_in_bfloat16():
+    """Weights of rows and biases stay float32 arrays, and so do their gradients."""
+    fields = {"shared_experts": 1, "shared_gate": True, "biases": ("experts", "mlp")}
+    cfg = Config(model=dataclasses.replace(BASE, **fields)).fill().model
+    module = MoE(cfg, 0.5, ROWS)
+    shape = lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16 if s.cast else jnp.float32)
+    params = jax.tree.map(shape, specs(module))
+    assert {b.dtype for b in jax.tree.leaves(params["biases"])} == {jnp.dtype("float32")}
+    x = jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16)
+    gradients = jax.eval_shape(jax.grad(lambda p, x: as_function(module)(p, x).sum()), params, x)
+    assert jax.tree.all(jax.tree.map(lambda g, p: g.dtype == p.dtype, gradients, params))
+
+
 def test_the_gradient_of_a_weight_whose_scores_are_next_to_nothing():
     """The sum of scores, to which 1e-20 is added, has a square that float32 does not hold."""
     logits = np.array([-46, -45, -47, -50], np.float32)

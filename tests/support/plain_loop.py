@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from jaxtrain.config import Config
+from jaxtrain.config.groups.layer_kinds import forms_of_layers
 from jaxtrain.config.optimizers import record_of
 from jaxtrain.models import transformer
 from jaxtrain.training.step import make_step
@@ -54,10 +55,12 @@ def weights(cfg: Config) -> dict:
             s.constant + (s.std or 0.1) * random.standard_normal((*lead, *s.shape))
         )
     )
-    specs = parts.specs
-    return {k: jax.tree.map(make(), tree) for k, tree in parts.ends.items()} | {
-        "layers": jax.tree.map(make(cfg.model.layers), specs["layer"])
-    }
+    layer, forms = parts.specs["layer"], forms_of_layers(cfg.model)
+    ends = {k: jax.tree.map(make(), tree) for k, tree in parts.ends.items()}
+    if not forms:
+        return ends | {"layers": jax.tree.map(make(cfg.model.layers), layer)}
+    stacks = {form: jax.tree.map(make(forms.count(form)), layer[form]) for form in layer}
+    return ends | {"layers": stacks}
 
 
 def mean(logits, targets, weights):

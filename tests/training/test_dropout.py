@@ -5,7 +5,9 @@ A mask that differed in a few numbers would change a loss by more than 1e-4; sum
 change it by 1e-6 at most (tests/support/plain_loop.py).
 """
 
+import collections
 import functools
+import re
 
 import jax
 import numpy as np
@@ -28,19 +30,24 @@ KINDS = {
     "model.pattern": ("full", "quiet"),
     "model.kinds": ("quiet.dropout_residual=0", "quiet.dropout_attention=0.3"),
 }
+WINDOWS = {"model.pattern": ("window", "full"), "model.window": 3}
 CASES = {"2 × 2 × 2": Case((2, 2, 2), "zb_h1", changes={"parallel.zero": 3})}
 MORE = {
     "4 microbatches": Case((1, 1, 1), microbatches=4),
     "selective": Case((1, 1, 1), changes={"pipeline.remat": "selective"}),
     "everything saved": Case((1, 2, 1), changes={"pipeline.remat": "none"}),
     "interleaved": Case((1, 2, 1), "interleaved", 2),
-    "overlapped": Case((1, 2, 1), "dualpipe_v"),
+    "overlapped": Case((1, 2, 1), "dualpipe_v", 2, microbatches=4),
     "context": Case((1, 2, 1), changes={"mesh.context": 2}),
     "ulysses": Case((1, 1, 2), changes={"mesh.context": 2, "parallel.context": "ulysses"}),
     "replica, expert": Case((1, 1, 2), changes={"mesh.replica": 2, "mesh.expert": 2} | EXPERTS),
     "experts on stages": Case((2, 2, 1), changes=EXPERTS),
     "latent": Case((1, 2, 2), changes=LATENT),
     "kinds": Case((2, 2, 1), "zb_h1", changes=KINDS),
+    "windows": Case((1, 2, 1), changes=WINDOWS | {"mesh.context": 2}),
+    "windows, ulysses": Case(
+        (1, 1, 2), changes=WINDOWS | {"mesh.context": 2, "parallel.context": "ulysses"}
+    ),
     "vocabulary on the stages": Case((1, 2, 2), changes={"pipeline.vocabulary": "parallel"}),
 }
 
@@ -81,3 +88,16 @@ def test_evaluation_drops_nothing_and_masks_are_not_saved():
             slots.append(step.slot_bytes())
     assert texts[0] == texts[1]
     assert slots[0] == slots[1]
+
+
+@pytest.mark.full
+def test_masks_cost_no_collectives():
+    counts = []
+    for changes in (SHARED, SHARED | dict.fromkeys(DROPOUT, 0.0)):
+        cfg = Case((2, 2, 2), "zb_h1").config(changes)
+        step = make_step(cfg, small.mesh_of(cfg))
+        with jax.set_mesh(step.mesh):
+            program = step.train.lower(step.abstract_state(), step.abstract_batch).compile()
+        found = re.findall(r" (all-\w+|reduce-scatter|collective-permute)\(", program.as_text())
+        counts.append(collections.Counter(found))
+    assert counts[0] == counts[1]

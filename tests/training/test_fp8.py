@@ -97,6 +97,16 @@ def test_losses_are_those_of_one_device(name):
     np.testing.assert_allclose(losses(case), alone, rtol=0, atol=1e-3)
 
 
+@pytest.mark.full
+def test_biases_and_gates_of_experts():
+    """In few steps: a number of FP8 that is rounded to its neighbour makes tokens choose others."""
+    gates = {"model.shared_gate": True, "model.attention_gate": True}
+    biases = {"model.biases": ("experts", "mlp"), "model.activation": "clamped_swiglu"}
+    case = Case((1, 1, 1), changes={**MOE, "mesh.expert": 2, **gates, **biases})
+    few, alone = losses(case, 6), losses(on_one_device(case), 6)
+    np.testing.assert_allclose(few, alone, rtol=0, atol=1e-3)
+
+
 def test_losses_differ_from_those_without_fp8():
     one = Case((1, 1, 1))
     by_fp8 = losses(one, 2)

@@ -24,6 +24,17 @@ MORE = {
     ),
     "zero 2, interleaved": Case((2, 2, 1), "interleaved", 2, 4, changes={"parallel.zero": 2}),
     "zero 1, model": Case((2, 2, 2), microbatches=4),
+    "layers of several forms": Case(
+        (2, 2, 1),
+        "interleaved",
+        2,
+        4,
+        changes={
+            "model.layers": 6,
+            "model.pattern": ("full", "wide", "full", "nope", "experts"),
+            "model.kinds": ("wide.mlp_width=96", "experts.experts=2"),
+        },
+    ),
     "masters": Case((2, 2, 1), microbatches=4, changes={"precision.params": "bfloat16"}),
     "zero 0, lion": Case((4, 1, 1), changes={"parallel.zero": 0, "optimizer.name": "lion"}),
     "16-bit parameters and moments": Case(

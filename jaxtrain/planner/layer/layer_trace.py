@@ -24,7 +24,7 @@ from jaxtrain.config import ResolvedModel
 from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.devices.sharding import RULES
 from jaxtrain.models.spec import binder, is_spec, specs
-from jaxtrain.models.transformer import Block, build
+from jaxtrain.models.transformer import block_of, build
 from jaxtrain.planner.layer.layer import (
     BATCH,
     EXPERT,
@@ -87,12 +87,14 @@ def ends_of(cfg: ResolvedModel) -> tuple[ParameterShape, ...]:
 def layer_of(cfg: ResolvedModel, dense: bool, tokens: int = TOKENS) -> Layer:
     """A layer of a model. dense: one of those before the layers that have experts; tokens: of the
     sequence that is traced"""
-    block = Block(dataclasses.replace(cfg, attention_kernel="xla", window=0), dense=dense)
+    block = block_of(dataclasses.replace(cfg, attention_kernel="xla", window=0), dense=dense)
     tree, bind = specs(block), binder(block)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
-    shapes = [jax.ShapeDtypeStruct(s.shape, jnp.bfloat16 if s.cast else "float32") for s in leaves]
+    # code of the user's own may add float32 arrays to those that it gets
+    compute = jnp.float32 if cfg.block or cfg.mixer else jnp.bfloat16
+    shapes = [jax.ShapeDtypeStruct(s.shape, compute if s.cast else "float32") for s in leaves]
     shapes += [
-        jax.ShapeDtypeStruct((1, tokens, cfg.width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, tokens, cfg.width), compute),
         jax.ShapeDtypeStruct((1, tokens), jnp.int32),
     ]
     forward = lambda *args: bind(jax.tree.unflatten(treedef, args[:-2]))(*args[-2:])

@@ -22,7 +22,6 @@ import numpy as np
 
 from jaxtrain import config as cfg
 from jaxtrain.config import ResolvedConfig
-from jaxtrain.config.groups.layer_kinds import stacked_kinds
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.pipeline.op_times import complete_times, has_recompute_ops
 from jaxtrain.pipeline.setup import Setup, make_setup
@@ -271,7 +270,7 @@ class PlannedTable:
         placement, most = setup.placement, max(setup.placement.sizes)
         return SlotCounts(
             pools,
-            units=placement.kinds_of_units(stacked_kinds(self.config.model)),
+            units=placement.kinds_of_units(setup.kinds),
             recomputed=remat.recomputed(most) or most,
             stored_layers=placement.stored_layers,
             shares_vocabulary=setup.shares_vocabulary,
