@@ -349,6 +349,8 @@ def _flash_kernel(
 ) -> Kernel | None:
     """The kernel that never has all scores in memory, for queries of `shape` [B, T, N, H]; None
     where plain XLA computes them for few tokens, and for cuDNN with a mask."""
+    if case.context == NEIGHBOURS:  # in chunks, each with all that it sees
+        shape = (2 * shape[0], case.kernel_keys, *shape[2:])
     batch_heads = shape[0] * shape[2]
     if not case.context:
         batch_heads = batch_heads * shape[1] // case.keys
