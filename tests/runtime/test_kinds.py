@@ -71,9 +71,13 @@ MORE = {
         3,
         kinds("3:1", 6, FORMS) | {"model.dense_layers": 1, "model.mtp_depth": 1} | NONE,
     ),
-    "dropped layers of a stage": Case((1, 2, 1), "1f1b", 1, 4, kinds("3:1", 7) | {
-        "pipeline.chunk_layers": (2, 5), "pipeline.layers_per_op": 2
-    }),
+    "dropped layers of a stage": Case(
+        (1, 2, 1),
+        "1f1b",
+        1,
+        4,
+        kinds("3:1", 7) | {"pipeline.chunk_layers": (2, 5), "pipeline.layers_per_op": 2},
+    ),
 }
 
 
