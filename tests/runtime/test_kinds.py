@@ -2,24 +2,13 @@
 every schedule, by loops over whole periods and by the layer's index; pools begin with NaN. What a
 stage allocates, and which loops its program has."""
 
-import dataclasses
-import itertools
-import math
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from support import small
-from support.compiled_account import compile_train
-from support.plain_loop import assert_same, gradients, reference, train
+from support.plain_loop import assert_same, gradients, reference
 from support.small import Case
 
-from jaxtrain.config.groups.layer_kinds import forms_of_layers, kinds_of_layers
 from jaxtrain.devices import host_memory
-from jaxtrain.devices.mesh import MODEL
-from jaxtrain.planner.programs.compile_check import step_loops
-from jaxtrain.training.step import make_step
 
 # Kinds of one form differ in what no parameter's shape depends on.
 ONE_FORM = ("a.norm_epsilon=0.3", "b.rotary_base=10", "c.positions=none")
@@ -71,9 +60,13 @@ MORE = {
         3,
         kinds("3:1", 6, FORMS) | {"model.dense_layers": 1, "model.mtp_depth": 1} | NONE,
     ),
-    "dropped layers of a stage": Case((1, 2, 1), "1f1b", 1, 4, kinds("3:1", 7) | {
-        "pipeline.chunk_layers": (2, 5), "pipeline.layers_per_op": 2
-    }),
+    "dropped layers of a stage": Case(
+        (1, 2, 1),
+        "1f1b",
+        1,
+        4,
+        kinds("3:1", 7) | {"pipeline.chunk_layers": (2, 5), "pipeline.layers_per_op": 2},
+    ),
 }
 
 
