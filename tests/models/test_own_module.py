@@ -1,18 +1,24 @@
 """A module of one's own as a part of the model: parameters, their axes, generation; and the layers
 in configs/layers against the recurrences of their papers, token by token in float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import own_layers, small
+from support import ROOT, own_layers, small
 
-from jaxtrain import product
+from jaxtrain import config as configs, product
 from jaxtrain.config import own_code
+from jaxtrain.config.recipes import load_recipe
+from jaxtrain.config.rules import checks
 from jaxtrain.generation.decode import empty_cache, extend
 from jaxtrain.models import transformer
 from jaxtrain.models.own_module import describe, without_cache
+from jaxtrain.pipeline.run_checks import RULES
+from jaxtrain.runtime.own_loss import read_loss
 from jaxtrain.training.state import initial_state
 from jaxtrain.training.step import make_step
 
@@ -34,6 +40,23 @@ def test_parameters_and_their_axes(tmp_path):
 def test_a_product_outside_of_a_model():
     weight = nnx.Param(jnp.ones((3, 2)), product=True)
     np.testing.assert_array_equal(product(jnp.ones((1, 4, 3)), weight), np.full((1, 4, 2), 3))
+
+
+def test_the_document_s_layer_and_loss(tmp_path, monkeypatch):
+    """docs/own_layer.md: twenty lines, which every mesh takes; and a loss."""
+    text = (ROOT / "docs" / "own_layer.md").read_text()
+    layer, loss = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert layer.count("\n") <= 20 and len(text.encode()) <= 5000
+    (tmp_path / "mean.py").write_text(layer + loss)
+    monkeypatch.chdir(tmp_path)
+    changes = {"model.block": "mean.py:Mean", "model.block_settings": ("inner=128",)}
+    cfg = configs.replace(load_recipe("tiny"), changes | {"precision.compute": "bfloat16"})
+    checks.check(cfg, checks.Environment(8, "cpu", rules=RULES))
+    specs = transformer.build(cfg.fill().model).specs["layer"]["own"]
+    assert specs["up"].shape == (128, 128) and specs["down"].axes == ("mlp", "width")
+    own, logits = read_loss("mean.py:loss", 5), small.normal(0, 3, 5)
+    expected = -jax.nn.log_softmax(logits)[np.arange(3), [0, 4, 2]]
+    np.testing.assert_allclose(own(logits, jnp.array([0, 4, 2])), expected, rtol=1e-5)
 
 
 # --- recurrences ----------------------------------------------------------------------------------
