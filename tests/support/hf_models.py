@@ -561,8 +561,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss without biases of attention": {
         "model_type": "gpt_oss",
         **_SIZES,
-        **_ROTARY,
-        "intermediate_size": 9,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0},
+        "intermediate_size": 10,
         "num_key_value_heads": 4,
         "head_dim": 6,
         "num_local_experts": 4,

@@ -377,7 +377,9 @@ def _loop(part: _Part, steps: dict[Any, tuple[int, ...]]) -> Loop:
             for of_stage in table
         ]
         count = np.array([[len(run) for run in of_stage] for of_stage in table])
-        step = steps.get(label, (0,) * len(values))
+        # Where none follows another one, any step will do but 0: values that no trip changes would
+        # make all of a W's products invariant, and XLA would compute them before a loop of no trip.
+        step = steps.get(label, (1,) * len(values))
         runs.append(Run(label, np.moveaxis(np.array(first), -1, 0), count, step))
     return Loop(runs, len(part[0]))
 
