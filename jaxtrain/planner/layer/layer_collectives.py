@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxtrain.config.saved_values import ATTENTION, MLP_IN, ROUTED, ROUTER
+from jaxtrain.config.saved_values import ATTENTION, MLP_IN, ROUTED
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.layer import INPUTS, OUTPUTS, Layer, Product
 from jaxtrain.planner.layer.layout import nodes_of_token, routed_capacity, sent_by_gateway
@@ -33,7 +33,7 @@ from jaxtrain.planner.layer.links import (
 from jaxtrain.planner.layer.settings import FLOAT32, FP8, StepSizes
 
 # Parameters that devices of `model` share where it has more devices than key/value heads.
-OF_KV_HEADS = ("attention.key.", "attention.value.")
+OF_KV_HEADS = ("attention.key", "attention.value")
 
 
 # --- what a layer's description says about `model` ------------------------------------------------
@@ -111,11 +111,10 @@ def joints(layer: Layer) -> Joints:
         for result in results.values()
     ]
     uses = collections.Counter(owner(name) for product in layer.products for name in product.names)
-    # routers have all tokens on every device
-    routers = tuple(p.names[0].removesuffix("weight") for p in layer.products if p.makes == ROUTER)
     sizes: collections.Counter = collections.Counter()
     for array in layer.arrays:
-        if MODEL not in array.axes and not array.name.startswith(routers):
+        # a module with experts has all tokens on every device
+        if MODEL not in array.axes and _module(array.name) not in with_experts:
             # a vector that is added to a product has its type; each product's part has a sum
             times = uses[owner(array.name)]
             sizes[array.cast or times > 0] += array.size * max(1, times)
@@ -202,7 +201,8 @@ class ExpertCollectives(Activations):
         weighted = float(self.tokens * m.experts_per_token)
         if self.layout.expert > 1 or m.capacity_factor:
             weighted = routed_capacity(m, self.layout)
-        return [*outward, *back, Collective(SUM, (MODEL,), weighted * FLOAT32)]
+        gated = float(self.tokens) * bool(m.shared_experts and m.shared_gate)
+        return [*outward, *back, *alike(SUM, MODEL, [weighted * FLOAT32, gated * FLOAT32])]
 
     def routed(self, op: str, unread: bool = False) -> tuple[list[Collective], list[Collective]]:
         """The all-to-alls of an op that send routed tokens, or their gradients, to experts, and
@@ -361,9 +361,14 @@ class LayerOpCollectives(ExpertCollectives):
             sizes = [
                 array.size / m.kv_heads * (matrix if array.product else number)
                 for array in layer.arrays
-                if array.name.startswith(OF_KV_HEADS)
+                if array.name.startswith(OF_KV_HEADS) and MODEL in array.axes
             ]
             collectives += alike(kind, MODEL, sizes, 1, sharing)
+        # A norm over numbers that `model` splits sums their squares, and B what its gradient is of.
+        split = [a for a in layer.arrays if a.axes == (MODEL,) and a.name.endswith("_norm.scale")]
+        sums = len(split) * (2 if m.norm == "layernorm" else 1) * (op != "W")
+        sums *= 2 if op == "B" and self.layout.remat == SELECTIVE else 1
+        collectives += alike(SUM, MODEL, [self.tokens * FLOAT32] * sums)
         if op == "W":
             of = joints(layer)
             collectives += alike(SUM, MODEL, [of.float32 * FLOAT32, of.cast * self.summed])

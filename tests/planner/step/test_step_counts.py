@@ -76,6 +76,7 @@ MXFP8 = {
 }
 
 
+PROJECTION = {"model.qk_norm": True, "model.qk_norm_over": "projection"}
 INPUTS = {"pipeline.save": ("layer_input",)}
 ENDS_WITH_LAYERS = {"model.dense_layers": 1, "model.mtp_depth": 1}
 SHARDED_ENDS = {"parallel.ends": "sharded"}
@@ -340,6 +341,32 @@ MORE = OVERLAPPED | {
     ),
     "latent attention, k of n layers' inputs saved": Case(
         (2, 2, 1), "zb_v", 2, 4, changes={**MLA, **INPUTS, "pipeline.remat": "full:1"}
+    ),
+    "stage and model, norms after and over projections, a gate": Case(
+        (1, 2, 2),
+        microbatches=4,
+        changes={**PROJECTION, **NONE, "model.norm_place": "after", "model.attention_gate": True},
+    ),
+    "model, norms before and after, heads shared, selective": Case(
+        (2, 1, 4),
+        changes={**PROJECTION, "model.norm_place": "both", "pipeline.remat": "selective"}
+        | {"model.kv_heads": 2, "model.norm_weight": "one_plus", "model.activation": "geglu"},
+    ),
+    "data, stage and model, parallel blocks, zero 3": Case(
+        (2, 2, 2),
+        microbatches=4,
+        changes={"parallel.zero": 3, "model.parallel_block": True, **GPT2},
+    ),
+    "stage, expert and model, biases and gates of experts": Case(
+        (1, 2, 2),
+        microbatches=4,
+        changes={**MOE, **NONE, "model.shared_experts": 1, "model.shared_gate": True}
+        | {"model.biases": ("experts", "mlp"), "model.norm_place": "both"},
+    ),
+    "data and expert, biases and gates of experts, zero 3": Case(
+        (2, 1, 1),
+        changes={**MOE, "parallel.zero": 3, "model.shared_experts": 1, "model.shared_gate": True}
+        | {"model.biases": ("experts",), "pipeline.remat": "selective"},
     ),
     "data, stage and model, gpt2 form, zero 2": Case(
         (2, 2, 2), microbatches=4, changes={"parallel.zero": 2, **NONE, **GPT2}
