@@ -10,6 +10,7 @@ that choose them, as if evenly. Separate documents count as one sequence.
 import collections
 import dataclasses
 
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers
 from jaxtrain.config.saved_values import ATTENTION, QKV
 from jaxtrain.planner.layer.settings import ATTENTION_BACKWARD
 from jaxtrain.planner.step.step_counts import StepCounts
@@ -44,21 +45,31 @@ def by_op(counts: StepCounts, stage: int = 0) -> dict[str, Flops]:
     """FLOPs of a step by op, on a device of a stage."""
     flops: dict[str, Flops] = collections.defaultdict(Flops)
     for run in counts.layer_passes(stage):
-        flops[run.op] += _layer(counts, run.op) * (run.times * (run.layers - run.unread))
+        of_kind = _of_kind(counts, run.kind)
+        flops[run.op] += _layer(of_kind, run.op) * (run.times * (run.layers - run.unread))
         if run.op == "B" and run.remat == "selective":
-            flops[run.op] += _made_again(counts) * (run.times * run.layers)
-        flops[run.op] += _layer(counts, run.op, output=False) * (run.times * run.unread)
-    times, dense = counts.times(stage), counts.collectives.model.dense_layers
-    flops[HEAD] += _head(counts) * times[HEAD]
-    flops[EMBED] += _layer(counts, "F", dense=True) * (times[EMBED] * dense)
-    for op in "RBW":
-        flops[EMBED_GRADIENT] += _layer(counts, op, dense=True) * (times[EMBED_GRADIENT] * dense)
+            flops[run.op] += _made_again(of_kind) * (run.times * run.layers)
+        flops[run.op] += _layer(of_kind, run.op, output=False) * (run.times * run.unread)
+    times, model = counts.times(stage), counts.collectives.model
+    flops[HEAD] += _head(_of_kind(counts, model.stack[-1])) * times[HEAD]
+    for kind in kinds_of_layers(model)[: model.dense_layers]:
+        first = _of_kind(counts, kind)
+        flops[EMBED] += _layer(first, "F", dense=True) * times[EMBED]
+        for op in "RBW":
+            flops[EMBED_GRADIENT] += _layer(first, op, dense=True) * times[EMBED_GRADIENT]
     return {op: of_op for op, of_op in flops.items() if of_op.total}
 
 
 def total(counts: StepCounts, stage: int = 0) -> Flops:
     """FLOPs of all ops of a step, on a device of a stage."""
     return sum(by_op(counts, stage).values(), Flops())
+
+
+def _of_kind(counts: StepCounts, kind: str) -> StepCounts:
+    """The counts of a step whose layers are all of one kind."""
+    c = counts.collectives
+    of_kind = dataclasses.replace(c, model=c.model.of_kind(kind))
+    return dataclasses.replace(counts, collectives=of_kind)
 
 
 def _tokens(counts: StepCounts) -> float:

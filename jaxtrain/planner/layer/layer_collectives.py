@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from jaxtrain.config import kernels
 from jaxtrain.config.saved_values import ATTENTION, MLP_IN, ROUTED
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.layer import INPUTS, OUTPUTS, Layer, Product
@@ -384,6 +385,9 @@ class LayerOpCollectives(ExpertCollectives):
         if op == "W" and (again or not (selective and self.settings.parallel.context == "ulysses")):
             return []
         queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
+        reached = kernels.reach(self.settings.parallel.context, shards, m.sequence, m.window)
+        if self.settings.ours and reached == kernels.NEIGHBOURS:
+            return self._from_neighbours(op, reuses)
         key = float(self.tokens * m.score_dim)
         value = float(self.tokens * m.value_head_dim) or key
         sizes = [heads * key, heads * value]
@@ -412,6 +416,26 @@ class LayerOpCollectives(ExpertCollectives):
         sent = result if op == "W" else inputs + result
         sent += (inputs * selective + result * again) if op == "B" else []
         return alike(EXCHANGE, CONTEXT, [n * self.item for n in sent])
+
+    def _from_neighbours(self, op: str, reuses: bool) -> list[Collective]:
+        """The messages of a window: the last tokens of the chunks before a device's two, of keys,
+        values and segments, and in B the gradients of keys and values
+        (context.attend_by_neighbours)."""
+        m, shards = self.model, self.layout.context
+        heads, of_device = max(m.kv_heads / self.layout.model, 1.0), m.sequence // shards
+        values = m.value_head_dim or m.score_dim
+        numbers = [n * heads * self.item for n in (m.score_dim, values)]
+        sent = [*([] if reuses else [*numbers, FLOAT32]), *(numbers if op == "B" else [])]
+        chunk, collectives = of_device // 2, []
+        kind, parts = PERMUTE, 1
+        if self.layout.stage > 1:
+            kind, parts = (EXCHANGE, shards) if self.cpu else (RAGGED, 1)
+        for hop in range(1, -(-(m.window - 1) // chunk) + 1):
+            tokens = min(chunk, m.window - 1 - (hop - 1) * chunk) * self.layout.microbatch
+            ways = 2 + (hop > 1)  # up, down, and over the middle of the sequence
+            sizes = [parts * tokens * n for n in sent]
+            collectives += [Collective(kind, (CONTEXT,), size, ways) for size in sizes]
+        return collectives
 
     def document_ids(self, op: str) -> list[Collective]:
         """The all-gather of the documents of a sequence's tokens, once for all layers of an op."""

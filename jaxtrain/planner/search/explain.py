@@ -113,6 +113,7 @@ def explained(prediction: Prediction, price: float = 0, kwh_price: float = 0) ->
         f"layout: {layout_flag.text_of(layout_flag.of(prediction.config))}",
         f"  {layout.devices:,} × {work.hardware.name}, {layers}; {batch} batch shards",
         f"  as the framework {work.settings.name}: {work.settings.text}",
+        *_kinds(work),
         *[
             f"  assumed: the experts of the busiest device receive {work.busiest:g} times the mean "
             "number of tokens"
@@ -133,6 +134,16 @@ def explained(prediction: Prediction, price: float = 0, kwh_price: float = 0) ->
         *prediction.expected.lines(),
         *_next(prediction),
     ]
+
+
+def _kinds(work: StepModel) -> list[str]:
+    """A line with the layers of each kind, and what one of them takes of a microbatch."""
+    seconds = {name: work.of_kind(name).layers.total.seconds for name in work.model.counts[0]}
+    kinds = (
+        f"{work.model.counts[0][name]} {name} of {amount(each, 'step')}"
+        for name, each in seconds.items()
+    )
+    return [f"  layers by kind, each with a microbatch: {', '.join(kinds)}"] * (len(seconds) > 1)
 
 
 def _memory(prediction: Prediction) -> list[str]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jaxtrain.config import kernels
 from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
 from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.config.splash_backward import STEP, window_block_size, window_steps
 from jaxtrain.planner.layer.layer import BATCH, EXPERT, INPUTS, MODEL, OUTPUTS, Product
 from jaxtrain.planner.layer.layout import AXES, routed_capacity
 from jaxtrain.planner.layer.links import CONTEXT
@@ -132,17 +133,34 @@ class LayerWork(StepPart):
         model, layout, hardware = self.model, self.layout, self.hardware
         flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
         peak = hardware.peak(self.settings.precision.compute)
-        seconds = flops / peak
+        blocks, windowed = self._window_blocks, 0 < model.window < model.sequence
+        seconds = flops * blocks / peak
         mixing = 2.0 * self.tokens * model.layer().mixing / (layout.model * hardware.attention[0])
         mixing /= peak
         if self.settings.fused_attention:
             forward, backward = (0.5 * seconds / reached for reached in hardware.attention)
             return forward + mixing, self.settings.attention_backward * backward + 2 * mixing, 0.0
-        seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
-        scores = self.tokens * model.sequence * model.layer().scores / layout.model
+        # with a window, blocks leave out what is masked here, too
+        seconds *= (1 - windowed / 2) / hardware.matmul.reached(
+            model.sequence, model.sequence, model.score_dim
+        )
+        keys = model.window * blocks if windowed else model.sequence
+        scores = self.tokens * keys * model.layer().scores / layout.model
         moved = self.item * self.settings.attention_passes * scores
         forward = seconds + mixing
         return forward, 2 * forward, moved / hardware.streaming
+
+    @property
+    def _window_blocks(self) -> float:
+        """Pairs of tokens in the blocks that a kernel computes of a window, over those in it; 1
+        without a window, where the fraction of the peak that is reached has them."""
+        window, tokens = self.model.window, self.model.sequence
+        if not 0 < window < tokens:
+            return 1.0
+        block = STEP
+        if self.hardware.platform == kernels.TPU:
+            block = window_block_size(tokens // (2 * self.layout.context), window)
+        return window_steps(window, block) * block / window
 
     @once
     def passes(self, dense: bool) -> float:

@@ -2,6 +2,7 @@
 the layout, the settings and the hardware."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterable
 
@@ -15,6 +16,7 @@ from jaxtrain.config import (
     ends_with_layers,
     kernels,
 )
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.rules.unused import without_use
 from jaxtrain.config.sizes import gpu_memory
 from jaxtrain.planner.layer import hardware as kinds
@@ -186,18 +188,20 @@ def settings_of(config: FilledConfig, hardware: Hardware, assume: str = OURS) ->
             ),
         )
     parallel = settings.vocabulary_parallel and not ends_with_layers(config.model)
+    # of the kind that sees most tokens, which takes most of attention's time
+    model = max(models_of_kinds(config.model), key=lambda kind: kind.window or math.inf)
     case = kernels.attention_case(
         kernels.TargetDevice(hardware.platform),
-        config.model,
+        model,
         config.data,
         config.mesh,
         config.parallel,
         config.precision,
     )
-    wanted, backward = config.model.attention_kernel, settings.attention_backward
+    wanted, backward = model.attention_kernel, settings.attention_backward
     chosen = kernels.attention_kernel(case, wanted).kernel if assume == OURS else ""
     if chosen == kernels.SPLASH:
-        backward = kernels.backward_of_splash(case, config.model.attention_backward).products / 2
+        backward = kernels.backward_of_splash(case, model.attention_backward).products / 2
     # not on CPUs: what a file of `--calibrate` has for attention was measured in plain XLA
     plain = wanted == kernels.XLA or (chosen == kernels.XLA and hardware.platform != kernels.CPU)
     return dataclasses.replace(

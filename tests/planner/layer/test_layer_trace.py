@@ -25,7 +25,7 @@ from jaxtrain.planner.layer.layer import BATCH, INPUTS, OUTPUTS, Layer
 from jaxtrain.planner.layer.layer_collectives import joints
 from jaxtrain.planner.layer.model import Model, model_of
 from jaxtrain.runtime.layers.backward_split import LayerOp, LayerSplit, keep_named, keep_products
-from jaxtrain.runtime.layers.equations import in_attention
+from jaxtrain.runtime.layers.equations import in_attention, inside
 
 TOKENS = 16
 SMALL = llama(2, 40, 4, 2, 12, 56, 257, 64)
@@ -314,3 +314,66 @@ def test_the_same_config_is_traced_once():
     config = load_recipe(find_recipe("tiny")).fill()
     assert model_of(config.model, 16) is model_of(config.model, 16)
     assert isinstance(model_of(config.model, 16), Model)
+
+
+# --- code of one's own ----------------------------------------------------------------------------
+
+
+def in_trace(jaxpr, trips: int = 1) -> int:
+    """The multiplications of all products of a trace; those of a scan in each of its trips."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            size = math.prod(shape[i] for i in contracted)
+            total += trips * math.prod(equation.outvars[0].aval.shape) * size
+        length = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += sum(in_trace(inner, trips * length) for inner in inside(equation))
+    return total
+
+
+MIXER = """
+import jax, jax.numpy as jnp
+from flax import nnx
+
+class Mixer(nnx.Module):
+    def __init__(self, width, rngs):
+        draw = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), shape) / 8)
+        self.inward, self.outward, self.gate = draw(width, 24), draw(24, width), draw(width)
+
+    def __call__(self, x, positions, segments):
+        y = jnp.cumsum(x @ self.inward[...].astype(x.dtype), 1) / 9
+        step = lambda state, token: (state + jnp.tanh(token @ W), token)
+        W = self.inward[...].astype(x.dtype)[:24]
+        _, y = jax.lax.scan(step, jnp.zeros_like(y[:, 0]), y.swapaxes(0, 1))
+        y = y.swapaxes(0, 1)
+        scores = jnp.einsum("bti,bsi->bts", y, y) / 9
+        return jnp.einsum("bts,bsi->bti", scores, y) @ self.outward[...].astype(x.dtype) * (
+            jax.nn.sigmoid(self.gate[...].astype(x.dtype) * x)
+        )
+"""
+
+
+@pytest.mark.parametrize("field", ["model.block", "model.mixer"])
+@pytest.mark.parametrize("code", ["mamba2.py:Mamba2", "gated_deltanet.py:GatedDeltaNet", ""])
+def test_code_of_one_s_own(field, code, tmp_path):
+    """A layer has the products of its trace, in scans, too, which stay whole, and of tokens with
+    tokens; and the parameters of its module."""
+    if not code:
+        (tmp_path / "mixer.py").write_text(MIXER)
+        code = f"{tmp_path / 'mixer.py'}:Mixer"
+    else:
+        code = f"layers/{code}"
+    cfg = configs.replace(load_recipe(find_recipe("tiny")), {field: code, "mesh.data": 1})
+    cfg = configs.replace(cfg, {"data.sequence_length": 256, "mesh.stage": 1}).resolve().model
+    block = transformer.block_of(cfg)
+    shape = lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16 if s.cast else jnp.float32)
+    params = jax.tree.map(shape, specs(block), is_leaf=is_spec)
+    x = jax.ShapeDtypeStruct((1, 256, cfg.width), jnp.bfloat16)
+    call = lambda p, x, positions: binder(block)(p)(x, positions)
+    trace = jax.make_jaxpr(call)(params, x, jax.ShapeDtypeStruct((1, 256), jnp.int32))
+    layer = model_of(cfg, 256).layer()
+    assert layer.per_token * 256 == in_trace(trace.jaxpr)
+    assert layer.core == layer.scores == 0 < layer.mixing
+    assert layer.size == sum(s.size for s in jax.tree.leaves(specs(block), is_leaf=is_spec))

@@ -78,6 +78,12 @@ MXFP8 = {
 
 PROJECTION = {"model.qk_norm": True, "model.qk_norm_over": "projection"}
 INPUTS = {"pipeline.save": ("layer_input",)}
+# Short sequences attend to all keys, so a plan's operations with a window would be fewer.
+ALIKE = {"model.pattern": ("full", "nope", "nope")}
+TWO_HEAD_SIZES = {
+    "model.pattern": ("full", "wide"),
+    "model.kinds": ("wide.head_dim=24",),
+}
 ENDS_WITH_LAYERS = {"model.dense_layers": 1, "model.mtp_depth": 1}
 SHARDED_ENDS = {"parallel.ends": "sharded"}
 
@@ -138,6 +144,17 @@ OVERLAPPED = {
     ),
 }
 MORE = OVERLAPPED | {
+    "several kinds, zero 3": Case(
+        (2, 2, 2), microbatches=4, changes={**ALIKE, "parallel.zero": 3, "model.layers": 6}
+    ),
+    "several forms, stages that differ, zero 3": Case(
+        (2, 2, 2), microbatches=4, changes={**TWO_HEAD_SIZES, "parallel.zero": 3, "model.layers": 7}
+    ),
+    "several kinds, experts in every second layer": Case(
+        (1, 2, 2),
+        microbatches=4,
+        changes={**MOE, "model.layers": 7, "model.pattern": ("full", "dense")},
+    ),
     "stage": Case((1, 7, 1), microbatches=4),
     "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
     "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
