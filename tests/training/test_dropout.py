@@ -31,7 +31,7 @@ KINDS = {
     "model.kinds": ("quiet.dropout_residual=0", "quiet.dropout_attention=0.3"),
 }
 WINDOWS = {"model.pattern": ("window", "full"), "model.window": 3}
-CASES = {"2 × 2 × 2": Case((2, 2, 2), "zb_h1", changes={"parallel.zero": 3})}
+CASES = {"2 × 2 × 2": Case((2, 2, 2), "zb_h1", changes={"parallel.zero": 3, "model.layers": 2})}
 MORE = {
     "4 microbatches": Case((1, 1, 1), microbatches=4),
     "selective": Case((1, 1, 1), changes={"pipeline.remat": "selective"}),
