@@ -1,7 +1,7 @@
 """The model with a cache: it reads a few tokens at a time, which see those in the cache.
 
-      cache      {kind of layer: its arrays, [L, B, …]}, most of keys and values, [L, B, S, K, H];
-                 slot s holds the token at position s
+      cache      {layer: arrays [L, B, …] of it and of those at its place in later periods}, most
+                 of keys and values, [L, B, S, K, H]; slot s holds the token at position s
                  ┌────────────────┬───────────┬──────────────┐
                  │ 0 … start − 1  │ T tokens  │ unused       │
                  └────────────────┴───────────┴──────────────┘
@@ -27,7 +27,7 @@ when the program is traced, as 1 of a single token is.
 generation/sampling.py chooses the next token. Without a cache, sequences go through
 transformer.logits.
 
-Shape suffixes: L layers of a kind, B batch, S slots of the cache, T new tokens, K key/value heads,
+Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads,
 H head dimension, D width, V vocabulary.
 """
 
@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxtrain.config.groups.layer_kinds import kinds_of_layers
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers, periods_of, stacked_kinds
 from jaxtrain.devices.sharding import constrain, named
 from jaxtrain.models.spec import CacheArray
 from jaxtrain.models.transformer import ModelParts, through_layers
@@ -48,18 +48,22 @@ Cache = dict[str, Any]
 
 
 def cache_arrays(parts: ModelParts, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
-    """Kind → a pytree of the arrays of its layers' caches, with a dimension of layers in front."""
-    kinds = kinds_of_layers(parts.cfg)
+    """The arrays of a cache, with a dimension of layers in front."""
+    # A loop's body reads and writes an array once, or XLA copies it: layers of one kind that are in
+    # one body have arrays of their own.
+    cfg, kinds = parts.cfg, kinds_of_layers(parts.cfg)
+    period, trips, rest = periods_of(stacked_kinds(cfg))
+    in_loop = range(cfg.dense_layers, cfg.dense_layers + len(period))
 
-    def stacked(kind: str, array: CacheArray) -> CacheArray:
-        shape = (kinds.count(kind), *array.shape)
-        return CacheArray(shape, ("layer", *array.axes), array.dtype)
+    def stacked(number: int) -> Any:
+        lead = trips if number in in_loop else 1
+        return jax.tree.map(
+            lambda a: CacheArray((lead, *a.shape), ("layer", *a.axes), a.dtype),
+            parts.cache_arrays[kinds[number]](batch, slots, dtype),
+        )
 
-    of_layer = {kind: arrays(batch, slots, dtype) for kind, arrays in parts.cache_arrays.items()}
-    return {
-        kind: jax.tree.map(lambda array, kind=kind: stacked(kind, array), arrays)
-        for kind, arrays in of_layer.items()
-    }
+    numbers = (*range(in_loop.stop), *range(len(kinds) - len(rest), len(kinds)))
+    return {str(number): stacked(number) for number in numbers}
 
 
 def cache_shardings(parts: ModelParts, mesh: Mesh) -> Cache:
@@ -110,27 +114,25 @@ def extend(
             return kv_cache.put_back(stack, layer, number, start % layer.shape[1], 1)
         return lax.dynamic_update_index_in_dim(stack, layer, number, 0)
 
-    def layer(carry, kind, number, weights, blocks=parts.blocks):
+    def layer(carry, name: str, trip, block):
         x_BTD, cache = carry
         one_layer = jax.tree.map(
-            lambda a: lax.dynamic_index_in_dim(a, number, 0, keepdims=False), cache[kind]
+            lambda a: lax.dynamic_index_in_dim(a, trip, 0, keepdims=False), cache[name]
         )
-        x_BTD, one_layer = blocks[kind](weights).cached(
-            x_BTD, positions_1T, one_layer, start, count
-        )
+        x_BTD, one_layer = block.cached(x_BTD, positions_1T, one_layer, start, count)
         stacks = jax.tree.map(
-            lambda *leaves: put_back(*leaves, number), arrays[kind], cache[kind], one_layer
+            lambda array, stack, part: put_back(array, stack, part, trip),
+            *(arrays[name], cache[name], one_layer),
         )
-        return x_BTD, {**cache, kind: stacks}
+        return x_BTD, {**cache, name: stacks}
 
-    before = kinds_of_layers(cfg)[: cfg.dense_layers]
+    kinds, before = kinds_of_layers(cfg), cfg.dense_layers
     carry = x_BTD, cache
-    for i, kind in enumerate(before):
-        weights, number = params["first"][str(i)], before[:i].count(kind)
-        carry = layer(carry, kind, number, weights, parts.dense_blocks)
+    for i in range(before):
+        carry = layer(carry, str(i), 0, parts.dense_blocks[kinds[i]](params["first"][str(i)]))
 
-    def stacked_layer(carry, kind, number, weights):
-        return layer(carry, kind, before.count(kind) + number, weights)
+    def stacked_layer(carry, first, trip, weights):
+        return layer(carry, str(before + first), trip, parts.blocks[kinds[before + first]](weights))
 
     x_BTD, cache = through_layers(cfg, params["layers"], carry, stacked_layer)
     constrained = lambda array, a: constrain(a, array.axes)

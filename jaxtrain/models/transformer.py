@@ -398,45 +398,46 @@ def trunk(
         block = parts.dense_blocks[kind](params["first"][str(i)])
         x_BTD = block(x_BTD, positions_BT, segments_BT)
 
-    def layer(x_BTD, kind, number, weights):
-        return parts.blocks[kind](weights)(x_BTD, positions_BT, segments_BT)
+    kinds = stacked_kinds(parts.cfg)
+
+    def layer(x_BTD, first, _, weights):
+        return parts.blocks[kinds[first]](weights)(x_BTD, positions_BT, segments_BT)
 
     return through_layers(parts.cfg, params["layers"], x_BTD, layer)
 
 
 def through_layers(cfg: ResolvedModel, layers: dict, carry: Any, layer: Callable) -> Any:
-    """`carry` after all of `model.layers`, each layer(carry, kind, its number among the layers of
-    the kind, its parameters) → carry.
+    """`carry` after all of `model.layers`, each layer(carry, first, trip, its parameters) → carry.
 
-    Whole periods of the kinds (config/groups/layer_kinds.py) are a loop, with a block for each
-    layer of a period in its body. What is left over, and kinds without a period, are unrolled.
+    Whole periods of the kinds (config/groups/layer_kinds.py) are the trips of a loop, with a block
+    for each layer of a period in its body. `first` is the layer's number in the first trip. What is
+    left over, and kinds without a period, are unrolled, and `trip` is 0.
 
     layers: leaves [layers, …], or {form: leaves [layers of the form, …]}
     """
     kinds, forms = stacked_kinds(cfg), forms_of_kinds(cfg)
     form_of_layer = [forms[kind] for kind in kinds]
-    period, trips, rest = periods_of(kinds)
+    period, trips, _ = periods_of(kinds)
     size = len(period)
 
-    def run(carry: Any, i: int, trip: Any) -> Any:
-        kind, form = kinds[i], form_of_layer[i]
-        number = kinds[:i].count(kind) + trip * period.count(kind)
-        place = form_of_layer[:i].count(form) + trip * form_of_layer[:size].count(form)
+    def run(carry: Any, first: int, trip: Any) -> Any:
+        form = form_of_layer[first]
+        place = form_of_layer[:first].count(form) + trip * form_of_layer[:size].count(form)
         weights = jax.tree.map(
             lambda a: jax.lax.dynamic_index_in_dim(a, place, 0, keepdims=False),
             layers[form] if form else layers,
         )
-        return layer(carry, kind, number, weights)
+        return layer(carry, first, trip, weights)
 
     def whole_period(carry: Any, trip: jax.Array) -> tuple[Any, None]:
-        for i in range(size):
-            carry = run(carry, i, trip)
+        for first in range(size):
+            carry = run(carry, first, trip)
         return carry, None
 
     if trips:
         carry, _ = jax.lax.scan(whole_period, carry, jnp.arange(trips))
-    for i in range(trips * size, trips * size + len(rest)):
-        carry = run(carry, i, 0)
+    for first in range(trips * size, len(kinds)):
+        carry = run(carry, first, 0)
     return carry
 
 

@@ -3,6 +3,7 @@ that the devices of `context` share, those of one device, without a collective o
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from support import small
 from support.plain_model import plain_model
 
-from jaxtrain.config.groups.layer_kinds import of_kind
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
 from jaxtrain.generation.decode import (
     cache_shardings,
     empty_cache,
@@ -116,14 +117,15 @@ def test_the_cache_of_a_window_is_as_long_as_it():
     parts = transformer.build(cfg.model)
     empty = lambda slots: jax.eval_shape(lambda: empty_cache(parts, 2, slots, jnp.bfloat16))
     arrays = empty(1024)
-    shapes = {kind: {array.shape for array in arrays[kind]} for kind in arrays}
+    shapes = {name: {array.shape for array in arrays[name]} for name in arrays}
     assert shapes == {
-        "window": {(3, 2, 5, 2, 4)},
-        "full": {(2, 2, 1024, 2, 4)},
-        "slim": {(2, 2, 3, 4, 6)},
+        "0": {(2, 2, 5, 2, 4)},  # of layers 0 and 3, the first ones of two periods
+        "1": {(2, 2, 1024, 2, 4)},
+        "2": {(2, 2, 3, 4, 6)},
+        "6": {(1, 2, 5, 2, 4)},
     }
-    assert small.nbytes(arrays["window"]) == 2 * 2 * (3 * 2 * 5 * 2 * 4)  # keys and values
-    assert {array.shape[2] for array in empty(4)["window"]} == {4}
+    assert small.nbytes(arrays["0"]) == 2 * 2 * (2 * 2 * 5 * 2 * 4)  # keys and values
+    assert {array.shape[2] for array in empty(4)["0"]} == {4}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,9 +248,9 @@ def test_a_split_cache(case):
     assert largest > 1
     np.testing.assert_allclose(split.logits, one.logits, rtol=0, atol=1e-5 * largest)
     np.testing.assert_array_equal(split.logits.argmax(-1), one.logits.argmax(-1))
-    windows = {kind: of_kind(cfg.model, kind).window for kind in split.cache}
-    for kind, arrays in split.cache.items():
-        length = -(-windows[kind] // context) if windows[kind] else local_slots
+    for name, arrays in split.cache.items():
+        window = of_kind(cfg.model, kinds_of_layers(cfg.model)[int(name)]).window
+        length = -(-window // context) if window else local_slots
         for array in arrays:
             assert {part.data.shape[2] for part in array.addressable_shards} == {length}
 
@@ -297,3 +299,17 @@ def test_a_step_does_not_copy_the_cache(case):
     arrays = jax.tree.leaves(split.cache)
     cache = sum(array.addressable_shards[0].data.nbytes for array in arrays)
     assert split.temporary[model] < cache
+
+
+@pytest.mark.full
+def test_layers_in_one_loop_body_do_not_copy_each_others_cache():
+    settings = {"model.layers": 6, "model.pattern": ("window", "window", "full")}
+    cfg = small.config(changes=settings | {"model.window": 2048})
+    parts, params = plain_model(cfg)
+    cache = empty_cache(parts, BATCH, 8192, jnp.float32)
+    step = jax.jit(lambda *arrays: extend(parts, *arrays, jnp.float32, 1), donate_argnums=2)
+    arguments = params, np.zeros((BATCH, 1), np.int32), cache, np.int32(5000)
+    program = step.lower(*arguments).compile().as_text()
+    shapes = {",".join(map(str, array.shape)) for array in jax.tree.leaves(cache)}
+    copies = re.findall(r"= f32\[([0-9,]+)\]\S* copy\(", program)
+    assert copies and not shapes & {*copies}
