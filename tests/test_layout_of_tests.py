@@ -66,6 +66,7 @@ GROUPED = {
     "hf/rope_parameters.py": "hf/test_model_config.py",
     "hf/tensor_rules.py": "hf/test_families.py",
     "loop.py": "test_train.py",
+    "parallel/random_bits.py": "parallel/test_dropout.py",
     "parallel/attention/flash.py": "parallel/test_blockwise.py",
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/attention/ring.py": "parallel/test_context.py",

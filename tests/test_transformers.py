@@ -99,12 +99,16 @@ def test_gradients(models, name):
 def test_there_and_back(models, round_trips, name, form):
     before, folder = load_file(models / name / "model.safetensors"), round_trips / f"{name} {form}"
     after = load_file(folder / "model.safetensors")
+    assert_read(folder, models / name)
+    kind = read_json(folder / "config.json")["model_type"]
+    if kind != CONFIGS[name]["model_type"]:  # the first family that can hold it, such as a Phi-3's
+        assert form == WRITTEN
+        return
     assert before.keys() == after.keys()
     for tensor, numbers in before.items():
         assert (numbers.dtype, numbers.shape) == (after[tensor].dtype, after[tensor].shape)
         # a config.json that is written anew has rotated columns in pairs
         assert form == WRITTEN or numbers.tobytes() == after[tensor].tobytes(), tensor
-    assert_read(folder, models / name)
 
 
 def assert_read(folder: pathlib.Path, model: pathlib.Path) -> None:

@@ -15,7 +15,8 @@ from jaxtrain.checkpoint.manifest import STATE
 from jaxtrain.checkpoint.regions import StoredArray, stored_arrays
 from jaxtrain.checkpoint.steps import ArrayShapes, CheckpointError, Meta, trained_group
 from jaxtrain.checkpoint.storage import read_tree
-from jaxtrain.config import FilledConfig, PrecisionConfig, ResolvedModel
+from jaxtrain.config import FilledConfig, OptimizerConfig, PrecisionConfig, ResolvedModel
+from jaxtrain.config.groups.setting import with_values
 from jaxtrain.devices.mesh import AXES, REPLICA, make_mesh
 from jaxtrain.devices.state_file import is_on_disk
 from jaxtrain.training.parameter_layout import ParameterLayout
@@ -36,6 +37,8 @@ def wrong_arrays(meta: Meta, stored: ArrayShapes, trained_alone: bool = False) -
     if config.model.dense_layers + config.model.mtp_depth > len(stored):
         return "its state has fewer arrays than its config's model has layers"
     trained = f"{trained_group(config.train.diloco_inner_steps > 0)}/"
+    if trained_alone:  # whatever the optimizer: one of one's own need not be there
+        config = with_values(config, optimizer=OptimizerConfig())
     expected = expected_shapes(config)
     # a parameter that is too many has moments, which are named after it
     for name in sorted({*expected, *stored}, key=lambda name: (not name.startswith(trained), name)):

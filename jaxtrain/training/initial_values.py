@@ -7,13 +7,16 @@ A name is the same for all local units and forms of layers, and the layer is its
 model. So a layer has the same key wherever a placement puts it, and whatever other layers are.
 """
 
+import functools
+import itertools
 import zlib
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.devices.sharding import constrain, restricted, spec
 from jaxtrain.models.spec import Spec, is_spec
@@ -30,7 +33,7 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
         # Without the unit and the form. crc32, as Python's own hash of a text differs between
         # processes.
         in_layer = path[3:] if stack and stack.form else path[2:]
-        # A module of one's own draws all of its parameters by one key.
+        # A module of the user's own draws all of its parameters by one key.
         in_layer = in_layer if s.init is None else ()
         text = jax.tree_util.keystr((*path[: 1 if stack else 2], *in_layer))
         name = zlib.crc32(text.encode())
@@ -44,8 +47,41 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
     return [keys_of(path, s) for path, s in leaves]
 
 
+def with_own_values(layout: ParameterLayout, keys: list[np.ndarray]) -> list:
+    """The keys of `random_keys`, and in their place the values of parameters of the user's own, as
+    they are sharded during an update: each process draws those of its devices."""
+    leaves = jax.tree_util.tree_leaves_with_path(layout.specs, is_leaf=is_spec)
+    device = Mesh(np.array(jax.local_devices()[:1]), ("one",))
+
+    def values(path: tuple, s: Spec, keys: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        assert s.init
+        draw, used = jax.jit(s.init), _layers(layout, path) >= 0
+
+        # One program for each layer wherever it lies: one for all of them would round otherwise on
+        # another layout, for fusions decide which products and sums become one operation.
+        @functools.lru_cache(1)
+        def of_layer(place: tuple[int, ...]) -> np.ndarray:
+            with jax.set_mesh(device):
+                return np.asarray(draw(keys[place])) * used[place]
+
+        def shard(index: Any) -> np.ndarray:
+            lead = [range(n)[one] for n, one in zip(used.shape, index, strict=False)]
+            drawn = [of_layer(place)[index[used.ndim :]] for place in itertools.product(*lead)]
+            return np.stack(drawn).reshape(*map(len, lead), *drawn[0].shape)
+
+        return jax.make_array_from_callback((*used.shape, *s.shape), sharding, shard)
+
+    return [
+        key if s.init is None else values(path, s, key, sharding)
+        for (path, s), key, sharding in zip(
+            leaves, keys, jax.tree.leaves(layout.scattered), strict=True
+        )
+    ]
+
+
 def initial_values(layout: ParameterLayout, keys: list[jax.Array]) -> dict:
-    """Inside jit: the parameters' initial values, float32, from the keys of `random_keys`."""
+    """Inside jit: the parameters' initial values, float32, from the keys of `random_keys`, after
+    `with_own_values`."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(layout.specs, is_leaf=is_spec)
     split_axes = {name for name, size in layout.mesh.shape.items() if size > 1}
     # Parameters of one shape and one sharding are drawn together, for random generators are most of
@@ -55,7 +91,7 @@ def initial_values(layout: ParameterLayout, keys: list[jax.Array]) -> dict:
     values = {}
     for i, (path, s) in enumerate(leaves):
         if s.init is not None:
-            values[i] = _in_used_places(layout, path, s, _drawn(s.init, s, keys[i]))
+            values[i] = keys[i]
         elif s.std is None:
             constant = jnp.full(s.padded, s.constant, jnp.float32)
             values[i] = _in_used_places(layout, path, s, constant)
@@ -63,26 +99,20 @@ def initial_values(layout: ParameterLayout, keys: list[jax.Array]) -> dict:
             lead = keys[i].shape[:-1]
             group = s.shape, s.padded, lead, restricted(spec(s.axes), split_axes)
             groups.setdefault(group, []).append(i)
-    for members in groups.values():
+    for (_, _, lead, _), members in groups.items():
         like = leaves[members[0]][1]  # all members are drawn alike
         draw = lambda key, s=like: s.draw(jax.random.wrap_key_data(key, impl="threefry2x32"))
-        noise = _drawn(draw, like, jnp.stack([keys[i] for i in members]), lead=1)
+        for _ in (None, *lead):  # over the members, and over stages and layers of a stack
+            draw = jax.vmap(draw)
+        # The barrier separates the noise's last factor and `std`: XLA merges the two on some
+        # layouts, and rounds differently.
+        noise = lax.optimization_barrier(draw(jnp.stack([keys[i] for i in members])))
+        # Without the constraint XLA draws all numbers on every device and then cuts out its shard.
+        noise = constrain(noise, (None, *("stage", "layer")[: len(lead)], *like.axes))
         for n, i in enumerate(members):
             path, s = leaves[i]
             values[i] = _in_used_places(layout, path, s, noise[n] * s.std)
     return jax.tree.unflatten(tree, [values[i] for i in range(len(leaves))])
-
-
-def _drawn(draw: Callable, s: Spec, keys: jax.Array, lead: int = 0) -> jax.Array:
-    """The values `draw(key)` of all keys [*lead, *stages and layers of a stack, 2]."""
-    stack = keys.ndim - 1 - lead
-    for _ in keys.shape[:-1]:
-        draw = jax.vmap(draw)
-    # The barrier separates the noise's last factor and `std`: XLA merges the two on some layouts,
-    # and rounds differently.
-    values = lax.optimization_barrier(draw(keys))
-    # Without the constraint XLA draws all numbers on every device and then cuts out its shard.
-    return constrain(values, (*(None,) * lead, *("stage", "layer")[:stack], *s.axes))
 
 
 def _layers(layout: ParameterLayout, path: tuple) -> np.ndarray:

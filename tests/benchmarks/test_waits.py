@@ -48,7 +48,7 @@ LINKS = {"up": "→", "down": "←", "again": "→"}
 
 def test_waits():
     program = Program(TEXT)
-    loops = StepLoops(program, 0, {}, 0, ())
+    loops = StepLoops(program, 0, {}, 0)
     message = lambda i: (
         Message(TAKES[i.name], LINKS.get(i.name, "ring")) if i.name in TAKES else None
     )
@@ -75,7 +75,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 @pytest.mark.parametrize(("takes", "waited"), [(6.0, 4.0), (2.0, 0.0)])
 def test_a_synchronous_collective_delays_what_is_under_way_on_its_links(takes, waited):
-    loops = StepLoops(Program(SHARED), 0, {}, 0, ())
+    loops = StepLoops(Program(SHARED), 0, {}, 0)
     takes = {"under.way": takes, "sum": 5.0}
     message = lambda i: Message(takes[i.name], "ring") if i.name in takes else None
     found = Waits(loops, lambda i: 2.0 * (i.name == "y"), message).once

@@ -25,6 +25,22 @@ def test_json_round_trip():
     assert isinstance(again.data.loss_mask, tuple)
 
 
+@pytest.mark.parametrize(
+    "numbers, pattern",
+    [
+        ([], ()),
+        ([3, 7], ("full", "full", "full", "nope")),
+        ([0, 3], ("nope", "full", "full", "nope", "full", "full", "full", "full")),
+        ([0, 1, 2, 3, 4, 5, 6, 7], ("nope",)),
+    ],
+)
+def test_layers_without_positions_as_versions_before_stored_them(numbers, pattern):
+    stored = {"model": {"layers": 6, "dense_layers": 2, "experts": 4, "nope_layers": numbers}}
+    config = cfg.from_dict(stored)
+    assert config.model.pattern == pattern
+    assert config.model.layers == 6
+
+
 def test_items_of_a_dict_are_texts():
     kinds = {"window.rotary_base": 10000, "full.biases": ("qkv", "out"), "full.sinks": True}
     texts = ("window.rotary_base=10000", "full.biases=qkv+out", "full.sinks=true")

@@ -5,8 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from support import attended, small
 
+from jaxtrain.devices.mesh import make_mesh, manual_axes
+from jaxtrain.devices.sharding import BATCH_SPEC, constrain
 from jaxtrain.parallel.attention import blockwise, context, flash
 from jaxtrain.parallel.attention.causal import grouped_attention
 from jaxtrain.parallel.dropout import (
@@ -18,6 +21,7 @@ from jaxtrain.parallel.dropout import (
     layer_noise,
     token_noise,
 )
+from jaxtrain.parallel.random_bits import combined
 
 RATE = 0.25
 SHAPE = (2, 8, 64)  # microbatches, sequences, tokens
@@ -80,6 +84,31 @@ def test_the_place_in_the_batch_decides_and_not_the_microbatch():
     whole = np.asarray(token_noise(1, 3, SHAPE)).reshape(2, 2, 4, 64)
     apart = np.asarray(token_noise(1, 3, SHAPE, replicas=2)).reshape(2, 2, 4, 64)
     np.testing.assert_array_equal(apart, whole.swapaxes(0, 1))
+
+
+def test_the_same_bits_on_a_mesh():
+    """Sequences split over `data`, their tokens over `context` and `model`, as in the runtime."""
+    mesh = make_mesh((1, 2, 1, 2, 1, 2), jax.devices()[:8])
+
+    def masks(noise):
+        x = constrain(jnp.ones((*noise.shape[1:], WIDTH)), ("batch", "sequence", None))
+        of_microbatch = lambda noise: dropout(x, AFTER_ATTENTION, RATE, combined(noise, 0)) > 0
+        return jax.lax.map(of_microbatch, noise)
+
+    split = P(*BATCH_SPEC, None)
+    on_devices = jax.shard_map(
+        masks,
+        mesh=mesh,
+        in_specs=BATCH_SPEC,
+        out_specs=split,
+        axis_names=manual_axes(mesh),
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda step: on_devices(context.zigzag(token_noise(1, step, SHAPE), 2)))(3)
+    of_tokens = np.moveaxis(kept().reshape(*SHAPE, WIDTH), 2, 3)
+    wanted = np.moveaxis(np.asarray(context.zigzag(of_tokens, 2)), 3, 2)
+    np.testing.assert_array_equal(got, wanted)
 
 
 def test_nothing_is_dropped_without_noise_or_a_rate():

@@ -586,8 +586,18 @@ RULES = [
     ),
     (
         {"model.pattern": ("window", "full")},
-        "model.window=0 is no window, and model.pattern has layers with one: use "
+        "model.window=0 is not set, and model.pattern has layers of kind window: use "
         "--config.model.window=1024",
+    ),
+    (
+        {"model.pattern": ("mixer", "full")},
+        "model.mixer='' is not set, and model.pattern has layers of kind mixer: use "
+        "--config.model.pattern=full",
+    ),
+    (
+        {"model.kinds": ("table.positions=learned",), "model.pattern": ("table", "full")},
+        "model.pattern=('table', 'full') has layers of kind table with learned positions, which "
+        "are all layers': use --config.model.positions=learned",
     ),
     (
         {"model.pattern": 3 * ("nope", "full", "full")},
@@ -603,8 +613,8 @@ RULES = [
     ),
     (
         {"model.kinds": ("full.window",)},
-        "model.kinds=('full.window',) has 'full.window', which is not KIND.SETTING=VALUE: use "
-        "--config.model.kinds=",
+        "model.kinds=('full.window',) has 'full.window', which is not KIND.SETTING=VALUE or "
+        "KIND.block_settings.NAME=VALUE: use --config.model.kinds=",
     ),
     (
         {"model.kinds": ("full.layers=3",)},
@@ -618,8 +628,8 @@ RULES = [
     ),
     (
         {"model.kinds": ("full.sinks=2",)},
-        "model.kinds=('full.sinks=2',) has 'full.sinks=2', and model.sinks=2 is not a boolean "
-        "(true or false): use --config.model.kinds=full.sinks=true",
+        "model.kinds=('full.sinks=2',) has 'full.sinks=2', and model.sinks='2' is not a "
+        "boolean (true or false): use --config.model.kinds=",
     ),
     (
         {"model.kinds": ("full.biases=qkv+oud",)},
@@ -630,12 +640,12 @@ RULES = [
     (
         {"model.kinds": ("full.block_settings=3",)},
         "model.kinds=('full.block_settings=3',) has 'full.block_settings=3', which is not "
-        "KIND.block_settings.NAME=VALUE: use --config.model.kinds=",
+        "KIND.SETTING=VALUE or KIND.block_settings.NAME=VALUE: use --config.model.kinds=",
     ),
     (
         {"model.kinds": ("full.heads.x=3",)},
-        "model.kinds=('full.heads.x=3',) has 'full.heads.x=3', and model.heads has no settings: "
-        "use --config.model.kinds=",
+        "model.kinds=('full.heads.x=3',) has 'full.heads.x=3', which is not KIND.SETTING=VALUE or "
+        "KIND.block_settings.NAME=VALUE: use --config.model.kinds=",
     ),
     (  # of the layers of one kind
         {"model.kinds": ("wide.head_dim=7",), "model.pattern": ("wide", "full")},
@@ -1015,7 +1025,7 @@ UNUSED = [
     ),
     (
         {"model.window": 8, "model.pattern": ("full", "nope")},
-        "model.window=8 has no use with model.pattern=full,nope, no layer of which has one",
+        "model.window=8 has no use with the kinds of model.pattern, none of which has a window",
     ),
     (
         {"model.positions": "learned", "model.pattern": ("full", "nope")},

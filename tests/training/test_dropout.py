@@ -30,7 +30,8 @@ KINDS = {
     "model.pattern": ("full", "quiet"),
     "model.kinds": ("quiet.dropout_residual=0", "quiet.dropout_attention=0.3"),
 }
-CASES = {"2 × 2 × 2": Case((2, 2, 2), "zb_h1", changes={"parallel.zero": 3})}
+WINDOWS = {"model.pattern": ("window", "full"), "model.window": 3}
+CASES = {"2 × 2 × 2": Case((2, 2, 2), "zb_h1", changes={"parallel.zero": 3, "model.layers": 2})}
 MORE = {
     "4 microbatches": Case((1, 1, 1), microbatches=4),
     "selective": Case((1, 1, 1), changes={"pipeline.remat": "selective"}),
@@ -43,6 +44,10 @@ MORE = {
     "experts on stages": Case((2, 2, 1), changes=EXPERTS),
     "latent": Case((1, 2, 2), changes=LATENT),
     "kinds": Case((2, 2, 1), "zb_h1", changes=KINDS),
+    "windows": Case((1, 2, 1), changes=WINDOWS | {"mesh.context": 2}),
+    "windows, ulysses": Case(
+        (1, 1, 2), changes=WINDOWS | {"mesh.context": 2, "parallel.context": "ulysses"}
+    ),
     "vocabulary on the stages": Case((1, 2, 2), changes={"pipeline.vocabulary": "parallel"}),
 }
 

@@ -1,6 +1,8 @@
 """An optimizer of one's own, in a file: AdamW written by a user makes the updates of the one that
 jaxtrain has, bit for bit, on every layout; and what does not fit is one line."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ from support import plain_loop, small
 from support.small import Case
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint.restoring import expected_shapes, wrong_arrays
+from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.models.spec import Spec
 from jaxtrain.training.step import make_step
@@ -94,6 +98,15 @@ def test_one_line_about_a_record_that_does_not_fit(own, name):
     text = f"optimizer.name='{own}:{name}' {WRONG[name]}: use adamw or another record"
     assert str(error.value) == text
     check_own(settings(f"{own}:MINE"))
+
+
+def test_a_checkpoint_is_used_without_its_optimizer(own):
+    """Generation and conversion read parameters alone, on a machine that may lack the file."""
+    config = configs.replace(small.SMALL, {"mesh.data": 1, "optimizer.name": f"{own}:MINE"})
+    meta = Meta(configs.to_dict(config.to_store()))
+    shapes = expected_shapes(meta.stored_config())
+    os.remove(own)
+    assert wrong_arrays(meta, shapes, trained_alone=True) == ""
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ MODEL = {
     "model.capacity_factor": 0.75,
     "model.router_bias": False,  # a random bias would choose the same experts for all tokens
     "model.mtp_depth": 1,
+    "train.z_loss": 0.01,
     "train.on_nonfinite": "skip",
     "optimizer.clip_norm": plain_loop.CLIP,
     "optimizer.learning_rate": 0.1,  # one step moves every norm visibly
@@ -54,6 +55,7 @@ INDEPENDENT = {
 COMBINED = {
     "loss": lambda values, tokens: np.average(values, weights=tokens),
     "mtp_loss": lambda values, tokens: np.average(values, weights=tokens),
+    "z_loss": lambda values, tokens: np.average(values, weights=tokens),
     "grad_norm": lambda values, tokens: np.mean(values),
     "param_norm": lambda values, tokens: np.mean(values),
     "learning_rate": lambda values, tokens: np.mean(values),

@@ -33,6 +33,10 @@ OF_MODEL = frozenset(
     "mtp_weight embedding_scale logit_scale logit_softcap loss_chunk dropout_embedding "
     "balance_rate".split()
 )
+# The settings of layers, with their defaults.
+SETTINGS: dict[str, Any] = {
+    f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in OF_MODEL
+}
 # Settings on which no parameter's shape, initial values or name depend.
 SHAPELESS = frozenset(
     "window positions rotary_base rotary_dim rope_scaling rope_factor rope_original_length "
@@ -174,27 +178,29 @@ class KindEntry(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The text's value, of the type of the setting's default. Raises ValueError for a text of
+        """The text's value, of the type of the setting's default; the text itself where it is of
         another type."""
-        default = _DEFAULTS[self.setting]
-        if isinstance(default, bool) and self.text.lower() in ("true", "false"):
-            return self.text.lower() == "true"
+        default = SETTINGS[self.setting]
         if isinstance(default, tuple):
             return tuple(part for part in re.split("[+,]", self.text) if part)
-        if isinstance(default, int) and (number := float(self.text)).is_integer():
-            return int(number)
-        return self.text if isinstance(default, str) else float(self.text)
-
-
-_DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
+        if isinstance(default, bool | str):
+            is_bool = isinstance(default, bool) and self.text.lower() in ("true", "false")
+            return self.text.lower() == "true" if is_bool else self.text
+        try:
+            number = float(self.text)
+        except ValueError:
+            return self.text
+        return int(number) if isinstance(default, int) and number.is_integer() else number
 
 
 def parse_entry(entry: str) -> KindEntry | None:
-    """The parts of an item of `model.kinds`; None if it is no KIND.SETTING=VALUE."""
+    """The parts of an item of `model.kinds`; None if it does not have this form."""
     path, equals, text = entry.partition("=")
     kind, _, setting = path.partition(".")
     setting, _, argument = setting.partition(".")
-    return KindEntry(kind, setting, argument, text) if equals and kind and setting else None
+    is_one = re.fullmatch(r"[\w-]+", kind) and setting and equals
+    has_argument = bool(argument) == (setting == "block_settings")
+    return KindEntry(kind, setting, argument, text) if is_one and has_argument else None
 
 
 def changes_of_kind(model: ModelConfig, kind: str) -> dict[str, Any]:

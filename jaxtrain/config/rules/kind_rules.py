@@ -2,8 +2,7 @@
 have settings that there are, and all other rules of a model hold for the layers of each kind. No
 jax."""
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxtrain.config import FilledConfig, ModelConfig, fields, shown
@@ -11,6 +10,7 @@ from jaxtrain.config.errors import nearly
 from jaxtrain.config.groups.layer_kinds import (
     BUILTIN,
     OF_MODEL,
+    SETTINGS,
     changes_of_kind,
     kinds_of_layers,
     kinds_with_settings,
@@ -21,65 +21,60 @@ from jaxtrain.config.groups.setting import entry_text, with_entry
 from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.config.rules.rules import SettingChanges, SettingsRule, Violation, groups_of
 
-PATTERN, KINDS, SETTINGS = "model.pattern", "model.kinds", "block_settings"
+PATTERN, KINDS = "model.pattern", "model.kinds"
+FORM = "which is not KIND.SETTING=VALUE or KIND.block_settings.NAME=VALUE"
 
 
 def kinds_are_known(model: ModelConfig) -> Iterator[Violation]:
     """The rule before layers of any kind are looked at."""
     for entry in model.kinds:
-        others = tuple(other for other in model.kinds if other != entry)
-        for rule, instead in _faults(entry):
-            fixed = (*others, instead) if instead else others
-            yield Violation(KINDS, f"has {shown(entry)}, {rule}", [{KINDS: fixed}])
-    known = {*BUILTIN, *kinds_with_settings(model)}
-    for kind in model.pattern:
-        if kind not in known:
-            near = nearly(kind, sorted(known), 0.6)
-            fixed = tuple(near if each == kind else each for each in model.pattern)
-            builtin = ", ".join(BUILTIN)
-            rule = f"has kind {shown(kind)}, which is neither of {builtin} nor of {KINDS}"
-            yield Violation(PATTERN, rule, [{PATTERN: tuple(filter(None, fixed))}])
+        if fault := _fault(entry):
+            rule, instead = fault
+            fixed = (instead if each == entry else each for each in model.kinds)
+            yield Violation(KINDS, f"has {shown(entry)}, {rule}", [{KINDS: _named(fixed)}])
+    known = (*BUILTIN, *kinds_with_settings(model))
+    for kind in filter(lambda kind: kind not in known, model.pattern):
+        near = nearly(kind, sorted(known), 0.6)
+        fixed = (near if each == kind else each for each in model.pattern)
+        rule = f"has kind {shown(kind)}, which is neither of {', '.join(BUILTIN)} nor of {KINDS}"
+        yield Violation(PATTERN, rule, [{PATTERN: _named(fixed)}])
     layers = model.dense_layers + model.layers
     if len(model.pattern) > layers:
         rule = f"names {len(model.pattern)} layers, and the model has {layers}"
         more = {"model.layers": len(model.pattern) - model.dense_layers}
         yield Violation(PATTERN, rule, [{PATTERN: model.pattern[:layers]}, more])
-    if "window" in model.pattern and not of_kind(model, "window").window:
-        rule = "is no window, and model.pattern has layers with one"
-        yield Violation("model.window", rule, [{"model.window": 1024}, {PATTERN: ()}])
+    for kind in dict.fromkeys(model.pattern):
+        of_layer = of_kind(model, kind)
+        if kind in ("window", "block", "mixer") and not getattr(of_layer, kind):
+            rule = f"is not set, and {PATTERN} has layers of kind {kind}"
+            window = [{"model.window": 1024}] if kind == "window" else []
+            others = tuple(each for each in model.pattern if each != kind)
+            yield Violation(f"model.{kind}", rule, [*window, {PATTERN: others}])
+        if of_layer.positions == "learned" != model.positions:
+            rule = f"has layers of kind {kind} with learned positions, which are all layers'"
+            yield Violation(PATTERN, rule, [{"model.positions": "learned"}])
 
 
-def _faults(entry: str) -> Iterator[tuple[str, str]]:
-    """What is wrong with an item of `model.kinds`, and a nearby one that is right; "" for none."""
+def _named(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(filter(None, names))
+
+
+def _fault(entry: str) -> tuple[str, str] | None:
+    """What is wrong with an item of `model.kinds`, and what it may mean or ""; None for nothing."""
     one = parse_entry(entry)
-    if one is None or not one.kind.isidentifier():
-        yield "which is not KIND.SETTING=VALUE", ""
-        return
-    names = [f.name for f in dataclasses.fields(ModelConfig)]
-    if one.setting not in names or one.setting in OF_MODEL:
-        known = [name for name in names if name not in OF_MODEL]
-        near = nearly(one.setting, known, 0.6)
-        rule = f"and model.{one.setting} is a setting of the whole model"
-        if one.setting not in names:
-            rule = f"and model.{one.setting} is an unknown setting"
-        yield rule, near and f"{one.kind}.{near}={one.text}"
-        return
+    if one is None:
+        return FORM, ""
     path = f"model.{one.setting}"
-    if one.setting == SETTINGS:
-        if not one.argument:
-            yield f"which is not KIND.{SETTINGS}.NAME=VALUE", ""
-        return
-    if one.argument:
-        yield f"and {path} has no settings", ""
-        return
-    try:
-        value = one.value
-    except ValueError:
-        value = one.text
-    if wrong := field_violation(path, value, fields()[path].default):
-        fix = next(iter(wrong.fixes), {})
-        instead = f"{one.kind}.{one.setting}={entry_text(fix[path])}" if path in fix else ""
-        yield f"and {path}={shown(value)} {wrong.rule}", instead
+    if one.setting not in SETTINGS:
+        near = nearly(one.setting, SETTINGS, 0.6)
+        what = "a setting of the whole model" if one.setting in OF_MODEL else "an unknown setting"
+        return f"and {path} is {what}", near and f"{one.kind}.{near}={one.text}"
+    wrong = field_violation(path, one.value, fields()[path].default)
+    if one.argument or not wrong:
+        return None
+    fix = next(iter(wrong.fixes), {})
+    instead = f"{one.kind}.{one.setting}={entry_text(fix[path])}" if path in fix else ""
+    return f"and {path}={shown(one.value)} {wrong.rule}", instead
 
 
 def violations(rule: SettingsRule, config: FilledConfig) -> Iterator[Violation]:
@@ -109,14 +104,10 @@ def _in_kind(violation: Violation, model: ModelConfig, kind: str) -> Violation:
         rule = f"makes {violation.field}={changed[name]!r}, which {rule}"
 
     def fix(changes: SettingChanges) -> SettingChanges:
-        fixed: SettingChanges = {}
-        for path, value in changes.items():
-            _, _, setting = path.partition("model.")
-            if setting in changed:
-                before = fixed.get(KINDS, model.kinds)
-                fixed[KINDS] = with_entry(before, f"{kind}.{setting}", entry_text(value))
-            else:
-                fixed[path] = value
-        return fixed
+        fixed, kinds = dict(changes), model.kinds
+        for setting in changed:
+            if (path := f"model.{setting}") in changes:
+                kinds = with_entry(kinds, f"{kind}.{setting}", entry_text(fixed.pop(path)))
+        return fixed | ({KINDS: kinds} if kinds != model.kinds else {})
 
     return Violation(field, rule, map(fix, violation.fixes), violation.show)

@@ -274,7 +274,7 @@ USES = (
     Use(
         ["model.window"],
         lambda c: c.model.window,
-        lambda c: f"with model.pattern={value_text(c.model.pattern)}, no layer of which has one",
+        lambda c: "with the kinds of model.pattern, none of which has a window",
     ),
     Use(
         ["data.loss_mask", "data.text_fields"],

@@ -22,7 +22,8 @@ from jaxtrain.hf.families import (
     smollm3,
 )
 
-# model_type → family. A model that began here is published as the first one that can hold it.
+# model_type → family. A model that began here is published as the first one that can hold it; those
+# with experts, which may all be absent, come last.
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -33,20 +34,20 @@ FAMILIES = {
         smollm3.SMOLLM3,
         seed_oss.SEED_OSS,
         gpt2.GPT2,
+        phi3.PHI3,
+        olmo.OLMO2,
+        olmo.OLMO3,
+        gemma.GEMMA2,
+        gemma.GEMMA3_TEXT,
+        cohere.COHERE,
+        cohere.COHERE2,
         mistral.MIXTRAL,
         qwen_moe.QWEN3_MOE,
         glm4_moe.GLM4_MOE,
         deepseek.DEEPSEEK_V3,
         deepseek.DEEPSEEK_V2,
         deepseek.KIMI_K2,
-        gemma.GEMMA2,
-        gemma.GEMMA3_TEXT,
         gpt_oss.GPT_OSS,
-        olmo.OLMO2,
-        olmo.OLMO3,
-        phi3.PHI3,
-        cohere.COHERE,
-        cohere.COHERE2,
         qwen_moe.QWEN3_NEXT,
     )
 }

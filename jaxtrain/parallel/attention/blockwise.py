@@ -32,7 +32,7 @@ LEAST_BLOCK = 64  # tokens: a smaller block's products are too small for a matmu
 MOST_BLOCKS = 1 << 15  # whose pairs an int32 counts
 SCORES = 1 << 24  # at a time, over the batch and the heads: 64 MB in float32
 # The least number of blocks in a window: a block of queries meets one more block of keys.
-WINDOW_BLOCKS = 6
+WINDOW_BLOCKS = 8
 
 
 def block_size(batch_heads: int, chunk: int, keys: int) -> int:

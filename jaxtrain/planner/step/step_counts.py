@@ -99,13 +99,20 @@ class StepCounts:
         (tick.Accumulate)."""
         passes, c, placement = [], self.collectives, self.placement
         remat, every = c.layout.recomputation, self.table is None or c.layout.saves_inputs
+        by_unit = placement.kinds_of_units(c.model.stack)
+        several = len(c.model.counts[0]) > 1
         for label, op, unit, times in self._ops_on_units(self.times(stage)):
-            stack = max(placement.counts(unit))
+            at = (placement.unit_at(unit, s) for s in range(placement.stages))
+            parts = {by_unit[n][: remat.recomputed(len(by_unit[n]))] for n in at if n is not None}
             kinds = [c.model.stack[layer] for layer in placement.layers_of(unit, stage)]
-            # A layer outside of the loop over layers makes no output that nobody reads. None is
-            # outside where a stage runs the unit without a layer.
-            single = stack == 1 or remat.recomputed(stack) == 1
-            outside = (single or c.gathers_in_ops) and all(placement.counts(unit))
+            # A layer outside of the loops over layers makes no output that nobody reads: the last
+            # one, where ops gather the next layer or where it is the only one of its kind. None is
+            # outside where stages end with other kinds, or run the unit without a layer.
+            last = {part[-1:] for part in parts}
+            single = len(parts) == 1 and all(part.count(part[-1]) == 1 for part in parts if part)
+            alike = len(parts) == 1 or not several
+            peeled = c.gathers_in_ops and alike
+            outside = len(last) == 1 and () not in last and (peeled or single)
             # The ranges of a unit's layers (runtime/layers/layer_loops.py: LayerRange).
             lower = remat.recomputed(len(kinds))
             for mode, part, lowest in (

@@ -223,6 +223,10 @@ class Run:
 
     def after(self, values: Sequence[LayerNumber], trips: LayerNumber) -> list[LayerNumber]:
         """The values so many trips after those with `values`."""
+        if self.count.max() == 1 and not self.is_known:
+            # In a loop of one trip or none they do not change. XLA would compute what depends on
+            # them alone, such as gathers and products of W, before the loop, on all stages.
+            trips, *values = lax.optimization_barrier([trips, *map(jnp.int32, values)])
         return [_after(a, trips, step) for a, step in zip(values, self.step, strict=True)]
 
 
@@ -373,7 +377,9 @@ def _loop(part: _Part, steps: dict[Any, tuple[int, ...]]) -> Loop:
             for of_stage in table
         ]
         count = np.array([[len(run) for run in of_stage] for of_stage in table])
-        step = steps.get(label, (0,) * len(values))
+        # Where none follows another one, any step will do but 0: values that no trip changes would
+        # make all of a W's products invariant, and XLA would compute them before a loop of no trip.
+        step = steps.get(label, (1,) * len(values))
         runs.append(Run(label, np.moveaxis(np.array(first), -1, 0), count, step))
     return Loop(runs, len(part[0]))
 
