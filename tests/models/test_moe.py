@@ -171,7 +171,7 @@ CASES = {
     "capacity": {"capacity_factor": 0.75},
     "capacity of all": {"capacity_factor": 6.0},
 }
-LONG = ("one", "groups of one", "capacity of all")
+LONG = ("one", "groups of one", "capacity of all", "gated GELUs", "biases, capacity")
 
 
 @pytest.mark.parametrize("name", small.named([name for name in CASES if name not in LONG], LONG))

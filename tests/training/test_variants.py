@@ -165,6 +165,7 @@ LONG = (  # what is tested of them is elsewhere, too
     "one key/value head a device, chunks of the loss, tied",
     "two devices to a key/value head, in B and W",
     "two devices to a key/value head, gated",
+    "a parallel block, zero 3, split vocabulary",
 )
 
 
