@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 from support import safetensors_files, train_runs
+from support.hf_imported import complete
 from support.hf_models import CONFIGS, llama_tensors, write_llama
 
 from jaxtrain import convert
@@ -23,6 +24,7 @@ from jaxtrain.checkpoint.steps import Meta, fault, read_meta
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.generate_command import understand
+from jaxtrain.hf.quantization import E2M1
 from jaxtrain.hf.safetensors_folder import INDEX
 from jaxtrain.hf.source_files import SLOW_TOKENIZERS, SMALL_FILES
 from jaxtrain.run.files import CONFIG_FILE
@@ -234,6 +236,36 @@ def test_quantised_weights(tmp_path):
     fp8 = {"quant_method": "fp8", "weight_block_size": block}
     (model / "config.json").write_text(json.dumps(CONFIGS["llama"] | {"quantization_config": fp8}))
     safetensors_files.write(model / "model.safetensors", quantised)
+    assert run("from_hf", model, f"--workdir={tmp_path / 'run'}") == 0
+    assert run("to_hf", out, f"--workdir={tmp_path / 'run'}") == 0
+    assert_same(tensors_of(out), expected)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+def test_weights_in_4_bits(tmp_path):
+    """gpt-oss's experts, one tensor of blocks and one of scales for all of a layer."""
+    values = CONFIGS["gpt_oss"] | {"hidden_size": 32, "intermediate_size": 32}
+    random = np.random.default_rng(1)
+    drawn = lambda shapes: {
+        name: random.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
+    expected = complete(values, drawn)
+    stored = dict(expected)
+    for name in [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks = random.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = random.integers(120, 130, blocks.shape[:-1], np.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers = E2M1[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*scales.shape, 32)
+        numbers = np.ldexp(numbers, scales.astype(int)[..., None] - 127)
+        numbers = numbers.reshape(experts, outputs, inputs).swapaxes(1, 2)
+        expected[name] = numbers.astype(ml_dtypes.bfloat16)
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    quantised = values | {"quantization_config": {"quant_method": "mxfp4"}}
+    (model / "config.json").write_text(json.dumps(quantised))
+    safetensors_files.write(model / "model.safetensors", stored)
     assert run("from_hf", model, f"--workdir={tmp_path / 'run'}") == 0
     assert run("to_hf", out, f"--workdir={tmp_path / 'run'}") == 0
     assert_same(tensors_of(out), expected)

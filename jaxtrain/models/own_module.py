@@ -105,8 +105,10 @@ class Constructor:
         for axis in axes:
             if axis not in AXES:
                 near = nearly(axis, AXES, 0.6)
-                use = f"use {near}" if near else f"they are {', '.join(AXES)}"
-                raise OwnCodeError(f"has a parameter {name} with the unknown axis {axis!r}: {use}")
+                known = f"{near}?" if near else f"they are {', '.join(AXES)}"
+                raise OwnCodeError(
+                    f"has a parameter {name} with the unknown axis {axis!r} ({known})"
+                )
         if [MODEL in RULES[axis] for axis in axes].count(True) > 1:
             raise OwnCodeError(
                 f"has a parameter {name} with axes {axes}, and mesh.model can split one of them"
@@ -273,8 +275,8 @@ def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
         setting = f"model.block_settings.{name}={value!r}"
         if name not in known and not takes_any:
             near = nearly(name, known, 0.6)
-            use = f"use {near}" if near else f"they are {', '.join(known) or 'none'}"
-            raise SettingsError(f"has {setting}, which {cls.__name__} does not know: {use}")
+            others = f"{near}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise SettingsError(f"has {setting}, which {cls.__name__} does not know ({others})")
         try:
             default = known[name].default if name in known else inspect.Parameter.empty
             values[name] = _value(value, hints.get(name, type(default)))

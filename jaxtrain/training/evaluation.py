@@ -48,10 +48,12 @@ class Evaluation:
         losses: list[Losses] = []
         for batch in self._batches():
             compiled = (self._compiling or self.start_compiling()).result()
+            if not self._has_run:
+                # A GPU loads cuDNN's kernels when the program first runs. On an H200 that failed
+                # beside other work: the last step's, or that of the next batch.
+                jax.block_until_ready((params, batch))
             losses.append(compiled(params, batch))
             if not self._has_run:
-                # A GPU loads cuDNN's kernels when the program first runs. On an H200 that run
-                # failed or crashed now and then while the next one was dispatched beside it.
                 jax.block_until_ready(losses)
                 self._has_run = True
         tokens = [float(batch.tokens) for batch in losses]

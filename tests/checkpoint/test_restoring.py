@@ -242,7 +242,6 @@ FORMS = {
 }
 FORM_LAYOUTS = {  # data, stages, ZeRO's stage, the stage and the layers of each unit
     "one device": (1, 1, 0, (0,), (7,)),
-    "2 units, zero 1": (2, 2, 1, (0, 1, 0, 1), (2, 1, 3, 1)),
     "v, zero 3": (2, 2, 3, (0, 1, 1, 0), (1, 2, 2, 2)),
     "uneven": (1, 4, 1, (0, 1, 2, 3), (0, 3, 3, 1)),
 }

@@ -87,6 +87,12 @@ def chosen(hardware: TargetDevice, **fields) -> str:
         (TargetDevice("gpu", (9, 0), 90900), {"key_size": 192}, XLA),
         # ahead of time nobody can be asked
         (TargetDevice("gpu", (9, 0), None), {"key_size": 192}, CUDNN),
+        (V5P, {"window": 512, "softcap": True, "sinks": True}, SPLASH),
+        (H100, {"window": 512, "sinks": True}, CUDNN),
+        (H100, {"queries": 1024, "window": 512, "context": "neighbours"}, CUDNN),
+        (H100, {"softcap": True}, XLA),
+        (H100, {"queries": 1024, "context": "all_gather", "sinks": True}, XLA),
+        (A100, {"queries": 1024, "window": 512, "context": "neighbours"}, CUDNN_MASK),
         (A100, {"documents": False}, CUDNN),
         (A100, {}, CUDNN_MASK),
         (A100, {"key_size": 192, "documents": False}, XLA),
@@ -114,6 +120,19 @@ def test_what_is_asked_for_is_chosen():
         (MLA | DOCUMENTS, (192, 128, 8192, 8192, True, "")),
         ({"mesh.context": 4, "parallel.context": "ulysses"}, (128, 128, 8192, 8192, False, "")),
         ({"mesh.context": 4}, (128, 128, 1024, 8192, False, "all_gather")),
+        # a window of as many tokens as other devices have, and one less
+        (
+            {"mesh.context": 4, "model.window": 3073, "parallel.context": "ring"},
+            (128, 128, 1024, 8192, False, "all_gather"),
+        ),
+        (
+            {"mesh.context": 4, "model.window": 3072, "parallel.context": "ring"},
+            (128, 128, 1024, 8192, False, "neighbours"),
+        ),
+        (
+            {"mesh.context": 4, "model.window": 8192, "parallel.context": "ring"},
+            (128, 128, 1024, 8192, False, "ring"),
+        ),
     ],
 )
 def test_case_of_a_config(changes, shape):

@@ -82,7 +82,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("kind", small.named(*([kind] for kind in WINDOWS)))
 def test_windows_whatever_the_calls(kind):
     """A prompt in pieces, longer and shorter than a window, with padding, and tokens one by one."""
     cfg = small.config(changes=WINDOWS[kind])

@@ -151,7 +151,9 @@ def test_documents_apart_with_positions_from_0_are_documents_alone():
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_through_a_cache(positions):
+    gated = {"attention_gate": True, "qk_norm": True, "qk_norm_over": "projection"}
     apply, params = attention(
+        **gated if positions == "learned" else {},
         positions=positions,
         rope_scaling="yarn",
         rope_factor=8.0,

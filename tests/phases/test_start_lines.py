@@ -28,3 +28,19 @@ def test_what_zero_cannot_share_out_is_said():
         f"ZeRO: {rest / (rest + table):.0%} {whole}"
     ]
     assert said(8, 3) == said(7, 0) == said(1, 1) == []
+
+
+def test_kernels_of_each_kind_are_said():
+    """A line that is not of all kinds names its own."""
+    kinds = {"model.pattern": ("window", "full"), "model.window": 4}
+    said = []
+    for changes in ({}, {"model.kinds": ("full.attention_kernel=xla",)}):
+        config = small.config((1, 1, 1), changes=kinds | changes)
+        lines = introduction(config, make_step(config, small.mesh_of(config)))
+        said.append([line for line in lines if line.startswith("attention:")])
+    chosen = "attention: plain XLA (splash is for TPUs, cudnn is for NVIDIA GPUs)"
+    requested = "attention: plain XLA (model.attention_kernel=xla)"
+    assert said == [
+        [chosen],
+        [f"{chosen} (layers of kind window)", f"{requested} (layers of kind full)"],
+    ]

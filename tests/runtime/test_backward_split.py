@@ -120,7 +120,13 @@ def test_same_as_vjp(layer, keep):
     )
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "latent"])
+WINDOW = {"model.window": 5, "model.sinks": True, "model.kv_heads": 2}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["llama", "gpt2", "latent", pytest.param("window", marks=pytest.mark.full)],
+)
 def block(request):
     """(function, parameters of one layer) of a transformer block; no size is another's."""
     kinds = {
@@ -131,6 +137,7 @@ def block(request):
             "model.positions": "learned",
             "model.biases": ("qkv", "out", "mlp", "norm"),
         },
+        "window": WINDOW,
         "latent": {
             "model.attention": "mla",
             "model.query_rank": 12,
@@ -221,7 +228,8 @@ BACKWARD = {"pallas_call": ["pallas_call"], "cudnn": ["dot_product_attention_bwd
 
 @pytest.mark.parametrize("keep", [keep_everything, keep_products])
 @pytest.mark.parametrize("kernel, platform", [("pallas_call", "tpu"), ("cudnn", "gpu")])
-def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
+@pytest.mark.parametrize("more", [{}, pytest.param(WINDOW, marks=pytest.mark.full)])
+def test_attention_by_a_kernel_stays_whole(kernel, platform, more, keep, monkeypatch):
     """One call in F (and in K and R, which are the same op), and one of the kernel's gradient in
     B; none in W. What crosses is no mask, no place of a document and
     nothing else than activations, each once."""
@@ -230,7 +238,7 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
         monkeypatch.setattr(module, "orders_by_heads", lambda: platform == "tpu")
     tokens, changes = (
         256,
-        {"model.kv_heads": 2, "data.sequence_length": 256, "precision.compute": "bfloat16"},
+        {"model.kv_heads": 2, "data.sequence_length": 256, "precision.compute": "bfloat16"} | more,
     )
     parts = transformer.build(small.config(changes=changes | {"model.head_dim": 8}).model)
     shape = lambda s: jax.ShapeDtypeStruct(s.padded, jnp.bfloat16 if s.cast else jnp.float32)

@@ -61,7 +61,7 @@ class Shifted(nnx.Module):
         self.fused = nnx.Param(
             nnx.with_partitioning(init, names)(rngs.params(), (width, 3 * inner))
         )
-        self.conv = nnx.Param(init(rngs.params(), (4, inner)), sharding=(None, "mlp"))
+        self.conv = nnx.Param(init(rngs.params(), (4, inner)), out_sharding=(None, "mlp"))
         self.layers = nnx.List([nnx.Linear(inner, inner, rngs=rngs) for _ in range(2)])
         heads = init(rngs.params(), (8, inner // 8, width))
         self.heads = nnx.Param(heads, axes=("heads", None, "width"))

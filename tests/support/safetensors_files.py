@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
+TYPES |= {"float8_e4m3fn": "F8_E4M3"}
 
 
 def write(

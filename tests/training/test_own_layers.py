@@ -56,11 +56,15 @@ class Case:
 
 @functools.cache
 def whole() -> tuple[Case, ...]:
-    """Every layer × mesh × ZeRO 0 and 3 × schedule, with the modes of remat by turns."""
+    """Layer × mesh × ZeRO 0 and 3 × schedule, with the modes of remat by turns. Some layers are on
+    two schedules alone."""
     remats, cases = itertools.cycle(REMATS), []
-    layers = ("Mixer", "mixer", "Scanned", "Shifted", "Products", "mamba2", "deltanet")
-    for layer, mesh, zero in itertools.product(layers, MESHES, (0, 3)):
-        schedules = matrix.SCHEDULES if mesh[1] > 1 else (("1f1b", 1),)
+    some = ("mixer", "Scanned", "Shifted", "Products")
+    for layer, mesh, zero in itertools.product(
+        ("Mixer", "mamba2", "deltanet", *some), MESHES, (0, 3)
+    ):
+        schedules = (("1f1b", 1), ("zb_v", 2)) if layer in some else matrix.SCHEDULES
+        schedules = schedules if mesh[1] > 1 else (("1f1b", 1),)
         cases += [Case(layer, mesh, each, zero, next(remats)) for each in schedules]
     return tuple(cases)
 

@@ -100,7 +100,7 @@ class StepCounts:
         passes, c, placement = [], self.collectives, self.placement
         remat, every = c.layout.recomputation, self.table is None or c.layout.saves_inputs
         by_unit = placement.kinds_of_units(c.model.stack)
-        peels = c.gathers_in_ops and not placement.forms
+        several = len(c.model.counts[0]) > 1
         for label, op, unit, times in self._ops_on_units(self.times(stage)):
             at = (placement.unit_at(unit, s) for s in range(placement.stages))
             parts = {by_unit[n][: remat.recomputed(len(by_unit[n]))] for n in at if n is not None}
@@ -110,7 +110,9 @@ class StepCounts:
             # outside where stages end with other kinds, or run the unit without a layer.
             last = {part[-1:] for part in parts}
             single = len(parts) == 1 and all(part.count(part[-1]) == 1 for part in parts if part)
-            outside = len(last) == 1 and () not in last and (peels or single)
+            alike = len(parts) == 1 or not several
+            peeled = c.gathers_in_ops and alike
+            outside = len(last) == 1 and () not in last and (peeled or single)
             # The ranges of a unit's layers (runtime/layers/layer_loops.py: LayerRange).
             lower = remat.recomputed(len(kinds))
             for mode, part, lowest in (

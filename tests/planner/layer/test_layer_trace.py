@@ -210,7 +210,7 @@ def test_a_new_part(block, parameters, multiplied, joints, inner, monkeypatch):
     """Each is counted without a line about it."""
     plain = SMALL.layer()
     layer_trace.layer_of.cache_clear()
-    monkeypatch.setattr(layer_trace, "Block", block)
+    monkeypatch.setattr(transformer, "Block", block)
     layer = dataclasses.replace(SMALL).layer()
     layer_trace.layer_of.cache_clear()
     assert layer.size - plain.size == parameters
@@ -237,7 +237,7 @@ def layer_with(monkeypatch, arrays: dict[str, Spec], call) -> Layer:
             return call(self, x_BTD, lambda y_BTD: self.attention(y_BTD, positions_BT))
 
     layer_trace.layer_of.cache_clear()
-    monkeypatch.setattr(layer_trace, "Block", Changed)
+    monkeypatch.setattr(transformer, "Block", Changed)
     layer = dataclasses.replace(SMALL).layer()
     layer_trace.layer_of.cache_clear()
     return layer

@@ -357,10 +357,9 @@ MORE = OVERLAPPED | {
         microbatches=4,
         changes={"parallel.zero": 3, "model.parallel_block": True, **GPT2},
     ),
-    "stage, expert and model, biases and gates of experts": Case(
-        (1, 2, 2),
-        microbatches=4,
-        changes={**MOE, **NONE, "model.shared_experts": 1, "model.shared_gate": True}
+    "expert and model, biases and gates of experts": Case(
+        (1, 1, 2),
+        changes={**MOE, "model.shared_experts": 1, "model.shared_gate": True}
         | {"model.biases": ("experts", "mlp"), "model.norm_place": "both"},
     ),
     "data and expert, biases and gates of experts, zero 3": Case(
