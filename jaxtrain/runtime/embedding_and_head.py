@@ -79,9 +79,8 @@ def look_ahead(batch: Tree, depth: int) -> Tree:
 
 
 def positions_and_segments(batch: Tree, microbatch) -> tuple[jax.Array | None, ...]:
-    """What every layer reads beside its input: positions [B or 1, T] and, where tokens attend
-    within their document, segments [B, T]. In training with dropout also the noise of the tokens
-    (parallel/dropout.py)."""
+    """What every layer reads beside its input: positions [B or 1, T]; segments [B, T] or, if a
+    sequence is one document, None; in training with dropout also noise (parallel/dropout.py)."""
     positions = _positions(batch, microbatch)
     segments = take(batch["segments"], microbatch) if "segments" in batch else None
     noise = (take(batch["noise"], microbatch),) if "noise" in batch else ()
@@ -456,20 +455,18 @@ class EmbeddingAndHead:
         head_sums: HeadTree,
     ) -> _Predictions:
         """The losses of the tokens beyond the next, and their gradients, from the last unit's
-        output y.
+        output y. They have no z-loss.
 
         A module continues from the stream after the norm before it, the head's or that of the
         module before. So that norm has two gradients: by the logits, and by the next module.
         """
         head, extra = self._output_head(params), positions_and_segments(constants.batch, microbatch)
-        # a z-loss is of the next token's logits alone
         head = head._replace(rule=dataclasses.replace(head.rule, z_loss=0.0))
         follow = lambda number, module, norm, y, embedded: self.parts.predictor(module)(
             self.parts.norm(norm)(y), embedded, *layer_noise(extra, number)
         )
         all_reductions, embed = self.reductions.predictors, constants.params.embed
         loss, stream, norm = state.further["mtp_loss"], y, params.head["norm"]
-        layers = self.parts.cfg.dense_layers + self.parts.cfg.layers
         # Forward through the modules, each followed at once by its loss and the gradients of that:
         # logits of one module exist at a time.
         modules: list[_Module] = []
@@ -478,7 +475,7 @@ class EmbeddingAndHead:
             norm_before, norm = norm, module.pop("norm")
             batch = {name: take(a, microbatch) for name, a in constants.batch["mtp"][d].items()}
             embedded = self._lookup(embed, batch["tokens"])
-            of_module = functools.partial(follow, layers + int(d))
+            of_module = functools.partial(follow, len(kinds_of_layers(self.parts.cfg)) + int(d))
             stream, vjp = fp8.vjp(of_module, module, norm_before, stream, embedded)
             # The output matrix is the head's, with the sums of all modules; the norm is the
             # module's own, whose gradient is in `added` alone.
