@@ -183,6 +183,11 @@ USES = (
     ),
     Use(_under("model", OF_EXPERTS), lambda c: c.model.experts, lambda c: "with model.experts=0"),
     Use(
+        ["model.block_settings"],
+        lambda c: c.model.block or c.model.mixer or c.model.kinds,
+        lambda c: "without model.block and model.mixer",
+    ),
+    Use(
         ["model.router_group_limit", "model.router_group_best"],
         lambda c: c.model.router_groups > 1,
         lambda c: "with model.router_groups=1",
