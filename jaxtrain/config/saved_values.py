@@ -118,5 +118,5 @@ def saved_with(pipeline: PipelineConfig, remat: str) -> tuple[str, ...]:
 
 def saved_values(model: ModelConfig) -> tuple[str, ...]:
     """The names of the values that a model's layers have, whatever their kind."""
-    kinds = models_of_kinds(model)
+    kinds = models_of_kinds(model).values()
     return tuple(name for name, value in SAVED_VALUES.items() if any(map(value.exists, kinds)))

@@ -277,7 +277,7 @@ class RotaryPositions(TableEntry):
 
     def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         # kinds without rotary positions, or without attention, have no say
-        models = models_of_kinds(model)
+        models = models_of_kinds(model).values()
         rotary = (each for each in models if each.positions == "rotary" and not each.mixer)
         model = next(rotary, model)
         if self.part is None:

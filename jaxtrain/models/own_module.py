@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import traceback
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,8 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ResolvedModel
-from jaxtrain.config.errors import cut, nearly, one_line
-from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
+from jaxtrain.config.errors import cut, line_in, nearly, one_line
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.own_code import OwnCodeError, digest, load
 from jaxtrain.devices.mesh import MODEL
 from jaxtrain.devices.sharding import RULES, constrain
@@ -206,7 +205,14 @@ def product(x_BTI: jax.Array, weight_IO: nnx.Param) -> jax.Array:
 
 
 class SettingsError(OwnCodeError):
-    """A fault of `model.block_settings`, to be read after it and its value."""
+    """A fault of `model.block_settings`, to be read after it and its value.
+
+    nearest: the settings with the nearest name that is known; () where there is none
+    """
+
+    def __init__(self, fault: str, nearest: tuple[str, ...] = ()):
+        self.nearest = nearest
+        super().__init__(fault)
 
 
 def constructor_of(cfg: ResolvedModel) -> Constructor:
@@ -222,8 +228,7 @@ def own_layers(model: ResolvedModel) -> dict[str, Constructor]:
     """The settings of layers of one's own in a model, each with its value, and the constructors.
     Raises OwnCodeError."""
     found = {}
-    for kind in dict.fromkeys(kinds_of_layers(model)):
-        of_layer = of_kind(model, kind)
+    for of_layer in models_of_kinds(model).values():
         name = "block" if of_layer.block else "mixer"
         if text := getattr(of_layer, name):
             found[f"model.{name}={text}"] = constructor_of(of_layer)
@@ -276,7 +281,9 @@ def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
         if name not in known and not takes_any:
             near = nearly(name, known, 0.6)
             others = f"{near}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise SettingsError(f"has {setting}, which {cls.__name__} does not know ({others})")
+            fault = f"has {setting}, which {cls.__name__} does not know ({others})"
+            instead = (f"{near}={value}" if each == text else each for each in texts)
+            raise SettingsError(fault, tuple(instead) if near else ())
         try:
             default = known[name].default if name in known else inspect.Parameter.empty
             values[name] = _value(value, hints.get(name, type(default)))
@@ -317,8 +324,7 @@ def errors_of(cls: type, fails: str) -> Iterator[None]:
         raise
     except Exception as error:
         file = inspect.getfile(cls)
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == file]
-        where = f"{os.path.basename(file)}, line {lines[-1]}, raises " if lines else ""
+        line = line_in(file, error)
+        where = f"{os.path.basename(file)}, line {line}, raises " if line else ""
         text = str(error).strip().partition("\n")[0]
         raise OwnCodeError(f"{fails}: {where}{type(error).__name__}: {cut(text)}") from None

@@ -30,12 +30,11 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
     # On the host: as a part of the program of the values they would take as long to compile as it.
     def keys_of(path: tuple, s: Spec) -> np.ndarray:
         layers, stack = _layers(layout, path), layout.stack_of(path)
-        # Without the unit and the form. crc32, as Python's own hash of a text differs between
-        # processes.
-        in_layer = path[3:] if stack and stack.form else path[2:]
-        # A module of the user's own draws all of its parameters by one key.
-        in_layer = in_layer if s.init is None else ()
+        # Without the unit and the form; and without the names in a module of the user's own, which
+        # draws all of its parameters by one key.
+        in_layer = () if s.init else path[3 if stack and stack.form else 2 :]
         text = jax.tree_util.keystr((*path[: 1 if stack else 2], *in_layer))
+        # Python's own hash of a text differs between processes.
         name = zlib.crc32(text.encode())
         keys = [
             np.random.SeedSequence([seed, name, int(layer), *use]).generate_state(2)

@@ -146,13 +146,12 @@ class ParameterLayout:
     @property
     def specs(self) -> dict:
         """A Spec for each parameter; for a stack, the Spec of one layer."""
-        layer, units = self.parts.specs["layer"], range(self.placement.units_per_stage)
-        stacks: dict[str, dict] = {str(unit): layer for unit in units}
-        if self.placement.forms:
-            stacks = {
-                str(unit): {form: layer[form] for form in self.placement.forms_of_unit(unit)}
-                for unit in units
-            }
+        layer, placement = self.parts.specs["layer"], self.placement
+        of_unit = lambda unit: {form: layer[form] for form in placement.forms_of_unit(unit)}
+        stacks = {
+            str(unit): of_unit(unit) if placement.forms else layer
+            for unit in range(placement.units_per_stage)
+        }
         return {**self.parts.ends, "layers": stacks}
 
     @property

@@ -171,6 +171,9 @@ def test_axes_that_it_does_not_have(file, name):
 def test_settings_are_checked(file, name, text):
     error = refusal(model__block=f"{file}:{name}", model__block_settings=(text,))
     assert error.field == "model.block_settings" and error.rule.startswith(SETTINGS[name, text])
+    # nothing is suggested but a name that is near
+    nearest = ("inner=3",) if text == "iner=3" else None
+    assert error.fixes[0].get("model.block_settings") == nearest
 
 
 def test_a_setting_without_a_default_is_needed(file):

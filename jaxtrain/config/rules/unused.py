@@ -394,8 +394,8 @@ def without_use(config: Config) -> set[str]:
 
 def _is_used(use: Use, config: Config) -> bool:
     """True if the settings have a use in layers of any kind."""
-    by_kind = (with_values(config, model=model) for model in models_of_kinds(config.model))
-    return any(map(use.used, by_kind))
+    kinds = models_of_kinds(config.model).values()
+    return any(use.used(with_values(config, model=model)) for model in kinds)
 
 
 def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
@@ -454,7 +454,7 @@ def _names_without_use(
 ) -> Iterator[str]:
     """Lines about names in `pipeline.save`."""
     save = pipeline.save
-    is_read = any(kind.norm_place != "before" for kind in models_of_kinds(model))
+    is_read = any(kind.norm_place != "before" for kind in models_of_kinds(model).values())
     if MLP_OUT in names_of(save) and not is_read:
         yield f"pipeline.save={MLP_OUT} saves nothing: no backward reads it"
     if names_on_host(save) and parallel.offload_to("activations") == "host":
