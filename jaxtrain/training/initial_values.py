@@ -1,7 +1,8 @@
 """The parameters' initial values: the same numbers on every mesh and placement.
 
     random_keys      on the host, a key for each parameter of each layer, from seed, name and layer
-    initial_values   inside jit, the values from the keys; each device draws its own shards alone
+    with_own_values  on one device, the values that modules of the user's own draw by their keys
+    initial_values   inside jit, all values from the keys; each device draws its own shards alone
 
 A name is the same for all local units and forms of layers, and the layer is its number in the
 model. So a layer has the same key wherever a placement puts it, and whatever other layers are.

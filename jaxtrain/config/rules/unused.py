@@ -439,11 +439,10 @@ def _kinds_without_use(config: MeshedConfig) -> Iterator[str]:
         if kind not in kinds:
             yield f"model.kinds={entry} has no use: no layer is of kind {kind}"
             continue
-        of_kind_alone = with_values(config, model=of_kind(model, kind))
-        for use in USES:
-            if f"model.{setting}" in use.settings and not use.used(of_kind_alone):
-                yield f"model.kinds={entry} has no use {use.reason(of_kind_alone)}"
-                break
+        path, alone = f"model.{setting}", with_values(config, model=of_kind(model, kind))
+        unused = (use for use in USES if path in use.settings and not use.used(alone))
+        if get(alone, path) != fields()[path].default and (use := next(unused, None)):
+            yield f"model.kinds={entry} has no use {use.reason(alone)}"
     if "nope" in kinds and model.positions != "rotary":
         pattern = value_text(model.pattern)
         yield f"nope in model.pattern={pattern} has no use with model.positions={model.positions!r}"
