@@ -176,6 +176,13 @@ def test_settings_are_checked(file, name, text):
     assert error.fixes[0].get("model.block_settings") == nearest
 
 
+def test_a_kind_s_settings_are_mended_in_its_entries(file):
+    kinds = (f"block.block={file}:Good", "block.block_settings.iner=3", "block.heads=2")
+    error = refusal(model__pattern=("full", "block"), model__kinds=kinds)
+    mended = (f"block.block={file}:Good", "block.heads=2", "block.block_settings.inner=3")
+    assert error.fixes[0] == {"model.kinds": mended}
+
+
 def test_a_setting_without_a_default_is_needed(file):
     error = refusal(model__block=f"{file}:Even")
     assert error.rule == "lacks model.block_settings.inner, which has no default"

@@ -108,8 +108,14 @@ def _in_kind(violation: Violation, model: ModelConfig, kind: str) -> Violation:
     def fix(changes: SettingChanges) -> SettingChanges:
         fixed, kinds = dict(changes), model.kinds
         for setting in changed:
-            if (path := f"model.{setting}") in changes:
-                kinds = with_entry(kinds, f"{kind}.{setting}", entry_text(fixed.pop(path)))
+            if (path := f"model.{setting}") not in changes:
+                continue
+            value, name = fixed.pop(path), f"{kind}.{setting}"
+            if setting == "block_settings":  # an entry for each argument
+                others = tuple(entry for entry in kinds if not entry.startswith(f"{name}."))
+                kinds = (*others, *(f"{name}.{argument}" for argument in value))
+            else:
+                kinds = with_entry(kinds, name, entry_text(value))
         return fixed | ({KINDS: kinds} if kinds != model.kinds else {})
 
     return Violation(field, rule, map(fix, violation.fixes), violation.show)
