@@ -226,7 +226,7 @@ class Run:
         if self.count.max() == 1 and not self.is_known:
             # In a loop of one trip or none they do not change. XLA would compute what depends on
             # them alone, such as gathers and products of W, before the loop, on all stages.
-            trips, *values = lax.optimization_barrier([trips, *map(jnp.int32, values)])
+            trips, *values = lax.optimization_barrier([trips, *values])
         return [_after(a, trips, step) for a, step in zip(values, self.step, strict=True)]
 
 
