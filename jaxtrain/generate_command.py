@@ -46,11 +46,11 @@ from jaxtrain.config import (
     StoredConfig,
     UsageError,
     flag_text,
+    models_of_kinds,
     own_code,
     shown,
 )
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
-from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.rules.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.devices import startup

@@ -4,8 +4,7 @@ names the values where they are made. Standard library only."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtrain.config import ModelConfig, PipelineConfig
-from jaxtrain.config.groups.layer_kinds import models_of_kinds
+from jaxtrain.config import ModelConfig, PipelineConfig, models_of_kinds
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 
 

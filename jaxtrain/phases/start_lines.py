@@ -9,8 +9,7 @@ import jax
 from jax.stages import Compiled
 
 from jaxtrain.checkpoint.resuming import StartPoint
-from jaxtrain.config import ResolvedConfig, ResolvedModel, TrainConfig, kernels
-from jaxtrain.config.groups.layer_kinds import models_of_kinds
+from jaxtrain.config import ResolvedConfig, ResolvedModel, TrainConfig, kernels, models_of_kinds
 from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
 from jaxtrain.devices import cluster, mesh as meshes

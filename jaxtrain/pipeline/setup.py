@@ -26,8 +26,9 @@ from jaxtrain.config import (
     PipelineConfig,
     ResolvedConfig,
     ends_with_layers,
+    forms_of_layers,
+    stacked_kinds,
 )
-from jaxtrain.config.groups.layer_kinds import forms_of_layers, stacked_kinds
 from jaxtrain.config.rules.rules import values_for
 from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of

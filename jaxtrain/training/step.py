@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered, Wrapped
 
-from jaxtrain.config import ConfigError, DataConfig, ParallelConfig, ResolvedConfig
-from jaxtrain.config.groups.layer_kinds import has_experts
+from jaxtrain.config import ConfigError, DataConfig, ParallelConfig, ResolvedConfig, has_experts
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import host_memory

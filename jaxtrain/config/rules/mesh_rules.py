@@ -23,9 +23,9 @@ from jaxtrain.config import (
     ResolvedModel,
     TrainConfig,
     get,
+    has_experts,
     replace,
 )
-from jaxtrain.config.groups.layer_kinds import has_experts
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.rules.rules import SettingChanges, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK

@@ -12,9 +12,10 @@ from jaxtrain.config import (
     PrecisionConfig,
     ResolvedModel,
     fields,
+    has_experts,
     kernels,
+    models_of_kinds,
 )
-from jaxtrain.config.groups.layer_kinds import has_experts, models_of_kinds
 from jaxtrain.config.rules.rules import Violation, divisors, near, values_for
 
 

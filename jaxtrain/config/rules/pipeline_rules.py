@@ -12,8 +12,8 @@ from jaxtrain.config import (
     ResolvedModel,
     ends_with_layers,
     get,
+    with_values,
 )
-from jaxtrain.config.groups.setting import with_values
 from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
 from jaxtrain.config.saved_values import (

@@ -22,6 +22,7 @@ from jaxtrain.config import (
     one_line,
     sources,
     value_text,
+    with_values,
 )
 from jaxtrain.config.groups.layer_kinds import (
     kinds_of_layers,
@@ -29,7 +30,6 @@ from jaxtrain.config.groups.layer_kinds import (
     of_kind,
     parse_entry,
 )
-from jaxtrain.config.groups.setting import with_values
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import READS, record_of
