@@ -16,19 +16,20 @@ import dataclasses
 import functools
 import inspect
 import os
-import traceback
+import re
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 from jaxtrain.config import ResolvedModel
 from jaxtrain.config.errors import cut, nearly, one_line
-from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
-from jaxtrain.config.own_code import OwnCodeError, digest, load
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
+from jaxtrain.config.own_code import OwnCodeError, digest, line_in, load
 from jaxtrain.devices.mesh import MODEL
 from jaxtrain.devices.sharding import RULES, constrain
 from jaxtrain.models.layers import (
@@ -47,7 +48,7 @@ from jaxtrain.parallel.tensor import flat
 # Names of a parameter's dimensions: those that every device has in full, or `model` splits. Others
 # belong to the batch, the pipeline or experts, whose collectives a layer would have to write.
 REPLICATED = "latent"
-AXES = tuple(name for name in "width heads kv_heads mlp latent position".split() if name in RULES)
+AXES = ("width", "heads", "kv_heads", "mlp", "latent", "position")
 # flax's own metadata for the names of an array's dimensions, by version
 NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
 
@@ -137,13 +138,8 @@ class OwnModule(nnx.Module):
 
     def __init__(self, cfg: ResolvedModel):
         self.construct = constructor_of(cfg)
-        tree: dict[str, Any] = {}
-        for path, spec in self.construct.specs.items():
-            folder = tree
-            for name in path[:-1]:
-                folder = folder.setdefault(name, {})
-            folder[path[-1]] = parameter(spec)
-        self.own = _as_modules(tree)
+        of_paths = {path: parameter(spec) for path, spec in self.construct.specs.items()}
+        self.own = _as_modules(traverse_util.unflatten_dict(of_paths))
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D]. noise_BT: of dropout, which is no part of the module"""
@@ -222,8 +218,7 @@ def own_layers(model: ResolvedModel) -> dict[str, Constructor]:
     """The settings of layers of one's own in a model, each with its value, and the constructors.
     Raises OwnCodeError."""
     found = {}
-    for kind in dict.fromkeys(kinds_of_layers(model)):
-        of_layer = of_kind(model, kind)
+    for of_layer in models_of_kinds(model):
         name = "block" if of_layer.block else "mixer"
         if text := getattr(of_layer, name):
             found[f"model.{name}={text}"] = constructor_of(of_layer)
@@ -295,11 +290,15 @@ def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str, kind: Any) -> Any:
-    """The value of a text by the type of its setting. Raises ValueError("no int")."""
-    kinds = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
-    if typing.get_origin(kind) is tuple:
-        return tuple(_value(part, kinds[0]) for part in text.split("+") if part)
-    kind = kinds[0] if kinds else kind
+    """The value of a text by the type of its setting, which of a union is the first one. Raises
+    ValueError("no int")."""
+    inner = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
+    outer = typing.get_origin(kind) or kind
+    if outer in (typing.Union, types.UnionType):
+        return _value(text, inner[0])
+    if outer in (tuple, list):
+        item = inner[0] if inner else str
+        return outer(_value(part, item) for part in re.split("[+,]", text) if part)
     try:
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]
@@ -317,8 +316,7 @@ def errors_of(cls: type, fails: str) -> Iterator[None]:
         raise
     except Exception as error:
         file = inspect.getfile(cls)
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == file]
-        where = f"{os.path.basename(file)}, line {lines[-1]}, raises " if lines else ""
+        line = line_in(file, error)
+        where = f"{os.path.basename(file)}{line} raises " if line else ""
         text = str(error).strip().partition("\n")[0]
         raise OwnCodeError(f"{fails}: {where}{type(error).__name__}: {cut(text)}") from None

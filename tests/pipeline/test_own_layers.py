@@ -16,8 +16,10 @@ class Good(nnx.Module):
     context = "local"
 
     def __init__(self, width, *, rngs, inner: int = 16, gate: bool = True,
-                 sizes: tuple[int, ...] = (1,), kind: str | None = None):
+                 sizes: tuple[int, ...] = (1,), kind: str | None = None,
+                 ends: tuple[int, ...] | None = None, names=("a",)):
         assert (type(inner), type(gate), {*map(type, sizes)}) == (int, bool, {int})
+        assert ends in (None, (2, 3)) and names in (("a",), ("b", "c"))
         self.w = nnx.Param(jnp.ones((width, inner)), axes=("width", "mlp"))
 
     def __call__(self, x, positions, segments):
@@ -141,7 +143,15 @@ def refusal(**settings) -> ConfigError:
 
 
 def test_a_good_one_has_its_settings(file):
-    for text in ("inner=8", "gate=false", "sizes=1+2", "kind=a"):
+    for text in (
+        "inner=8",
+        "gate=false",
+        "sizes=1+2",
+        "sizes=1,2",
+        "kind=a",
+        "ends=2+3",
+        "names=b,c",
+    ):
         check(model__block=f"{file}:Good", model__block_settings=(text,), mesh__model=2)
     check(model__mixer=f"{file}:Good", mesh__context=2)
     check(model__pattern=("full", "block"), model__block=f"{file}:Good")
