@@ -255,10 +255,9 @@ def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
     have defaults; without one, by the arguments of its constructor."""
     record: Any = getattr(cls, "Settings", None)
     constructor: Any = record or inspect.getattr_static(cls, "__init__")
-    hints, known = (
-        typing.get_type_hints(constructor),
-        dict(inspect.signature(constructor).parameters),
-    )
+    with errors_of(cls, "has annotations that cannot be read"):
+        hints = typing.get_type_hints(constructor)
+    known = dict(inspect.signature(constructor).parameters)
     if not record:  # (self, width, …)
         known = {name: each for name, each in [*known.items()][2:] if name != "rngs"}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -284,9 +283,11 @@ def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
     if not record:
         return values
     try:
-        return dict(vars(record(**values)))
-    except ValueError as error:
-        raise SettingsError(f"is refused by {cls.__name__}: {one_line(str(error))}") from None
+        checked = record(**values)
+    except Exception as error:
+        rule = one_line(str(error)) or type(error).__name__
+        raise SettingsError(f"is refused by {cls.__name__}: {rule}") from None
+    return {each.name: getattr(checked, each.name) for each in dataclasses.fields(checked)}
 
 
 def _value(text: str, kind: Any) -> Any:

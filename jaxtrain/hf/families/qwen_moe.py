@@ -13,6 +13,7 @@ from jaxtrain.hf.entries import (
     Biases,
     Fixed,
     Integer,
+    Only,
     RotaryPositions,
     SettingField,
     Settings,
@@ -204,6 +205,7 @@ QWEN3_NEXT = Family(
             }
         ),
         RotaryPositions(LONGEST, part=0.25),
+        Only("use_sliding_window", (False,), written=False),
         LinearLayers(),
         SparseLayers(),
         ROUTER_TRAINING,
