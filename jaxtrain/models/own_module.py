@@ -97,19 +97,17 @@ class Constructor:
         named = next((metadata[key] for key in NAMES_OF_AXES if metadata.get(key)), None)
         # The rule for a parameter that names none: every device of `model` has all of it.
         usual = tuple("width" if size == self.width else REPLICATED for size in array.shape)
-        axes = usual if named is None else tuple(named)
-        axes = tuple(axis or REPLICATED for axis in axes)
+        axes = tuple(axis or REPLICATED for axis in named or usual)
         if len(axes) != len(array.shape):
             raise OwnCodeError(
                 f"has a parameter {name} of shape {array.shape} with {len(axes)} axes, {axes}"
             )
-        for axis in axes:
-            if axis not in AXES:
-                near = nearly(axis, AXES, 0.6)
-                known = f"{near}?" if near else f"they are {', '.join(AXES)}"
-                raise OwnCodeError(
-                    f"has a parameter {name} with the unknown axis {axis!r} ({known})"
-                )
+        if unknown := [axis for axis in axes if axis not in AXES]:
+            near = nearly(str(unknown[0]), AXES, 0.6)
+            known = f"{near}?" if near else f"they are {', '.join(AXES)}"
+            raise OwnCodeError(
+                f"has a parameter {name} with the unknown axis {unknown[0]!r} ({known})"
+            )
         if [MODEL in RULES[axis] for axis in axes].count(True) > 1:
             raise OwnCodeError(
                 f"has a parameter {name} with axes {axes}, and mesh.model can split one of them"

@@ -83,6 +83,7 @@ Float32 = call(lambda self, x: x.astype("float32"))
 Branch = call(branch)
 Axis = parameter(jnp.ones((4, 4)), axes=("width", "mlq"))
 Batch = parameter(jnp.ones((4, 4)), axes=("width", "batch"))
+Joined = parameter(jnp.ones((4, 4)), axes=(("data", "model"), None))
 Axes = parameter(jnp.ones((4, 4)), axes=("width",))
 Twice = parameter(jnp.ones((4, 4)), axes=("mlp", "heads"))
 Integer = parameter(jnp.ones(4, "int32"))
@@ -106,6 +107,7 @@ FAULTS = {
     "Float32": "returns float32 for an input of bfloat16 (precision.compute): end with .astype",
     "Axis": "has a parameter w with the unknown axis 'mlq' (mlp?)",
     "Batch": "has a parameter w with the unknown axis 'batch' (they are width, heads, kv_heads, ",
+    "Joined": "has a parameter w with the unknown axis ('data', 'model') (they are width, heads, ",
     "Axes": "has a parameter w of shape (4, 4) with 1 axes, ('width',)",
     "Twice": "has a parameter w with axes ('mlp', 'heads'), and mesh.model can split one of them",
     "Integer": "has a parameter w of int32, which no optimizer can train: make it an nnx.Variable",
