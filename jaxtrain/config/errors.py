@@ -4,7 +4,6 @@ library only."""
 import difflib
 import re
 import shlex
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -80,13 +79,6 @@ def unfilled(named: Sequence[str]) -> UsageError:
     """The error for placeholders. named: each with its flag, such as --workdir=YOUR_WORKDIR."""
     are = ("is a placeholder", "are placeholders")[len(named) > 1]
     return UsageError(f"{', '.join(named)} {are}", advice="what you have in place of each YOUR_…")
-
-
-def line_in(file: str, error: BaseException) -> int | None:
-    """The last line of a file that an error went through, by its traceback; None for none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == file]
-    return error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
 
 
 def one_line(text: str) -> str:

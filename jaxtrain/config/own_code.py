@@ -15,10 +15,11 @@ import importlib.util
 import os
 import pathlib
 import sys
+import traceback
 import types
 from typing import Any
 
-from jaxtrain.config.errors import cut, line_in, nearly, one_line
+from jaxtrain.config.errors import cut, nearly, one_line
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # Recipes and layers lie inside an installed package (pyproject.toml), and beside it in a checkout.
@@ -119,6 +120,14 @@ def _module_of_file(path: pathlib.Path) -> types.ModuleType:
 
 def _failure(source: str, file: str, error: BaseException) -> OwnCodeError:
     """The error for code that raises one while it is imported, with its last line in the file."""
-    where = f", line {line}," if (line := line_in(file, error)) else ""
     text = one_line(f"{type(error).__name__}: {error}")
-    return OwnCodeError(f"cannot be imported: {source}{where} raises {text}")
+    return OwnCodeError(f"cannot be imported: {source}{line_in(file, error)} raises {text}")
+
+
+def line_in(file: str, error: BaseException) -> str:
+    """ ", line 3,": the last line of a file by which an error has come; "" if it is in other files
+    alone."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
+    return f", line {line}," if line else ""

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import Config, from_dict, get, replace, to_dict
-from jaxtrain.config.errors import UsageError, cut, line_in, nearly
-from jaxtrain.config.own_code import SHIPPED
+from jaxtrain.config.errors import UsageError, cut, nearly
+from jaxtrain.config.own_code import SHIPPED, line_in
 
 DEFAULT_RECIPE = "tiny"
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
@@ -189,8 +189,8 @@ def load_recipe(recipe: str | pathlib.Path) -> Config:
         get_config = runpy.run_path(str(path), run_name=f"recipe_{path.stem}").get("get_config")
         config = get_config() if callable(get_config) else None
     except (Exception, SystemExit) as error:
-        where = f", line {line}," if (line := line_in(str(path), error)) else ""
-        raise RecipeError(f"{name}{where} raises {type(error).__name__}: {error}") from None
+        place = name + line_in(str(path), error)
+        raise RecipeError(f"{place} raises {type(error).__name__}: {error}") from None
     if not callable(get_config):
         raise RecipeError(
             f"{name} defines no function get_config(), which returns a jaxtrain.config.Config"
