@@ -182,7 +182,8 @@ class Biases(nnx.Module):
 
     def after(self, gates: jax.Array | None, sizes=None) -> Bias:
         """The bias of the last product of rows with these weights."""
-        return Bias(_of_experts(self.down), gates, sizes)
+        of_rows = None if gates is None else gates.reshape(-1)
+        return Bias(_of_experts(self.down), of_rows, sizes)
 
 
 def _of_experts(vectors: Parameter) -> jax.Array:
