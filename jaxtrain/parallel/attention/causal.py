@@ -246,8 +246,7 @@ def attend_causal(
     kernel = _flash_kernel(chosen, q.shape, case, settings.backward)
     local = functools.partial(_attend_local, kernel, chosen, window)
     if way == NEIGHBOURS:
-        chunks = functools.partial(local, scores)
-        result = context.attend_by_neighbours(chunks, q, k, v, segments_BT, dropout, window)
+        result = context.attend_by_neighbours(local, scores, q, k, v, segments_BT, dropout, window)
         return constrain(result, HEADS)
     if parts == 1:
         pair = None if segments_BT is None else (segments_BT, segments_BT)

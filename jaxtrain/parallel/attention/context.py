@@ -194,11 +194,12 @@ def attend_by_heads(
 
 
 def attend_by_neighbours(
-    attend: Callable, q, k, v, segments, dropout: WeightDropout | None, window: int
+    attend: Callable, scores, q, k, v, segments, dropout: WeightDropout | None, window: int
 ) -> jax.Array:
-    """attend(q, k, v, segments of queries and of keys, dropout) for each of this device's chunks,
-    with its window's keys: queries [2·B, T/2, …] are the last tokens of the keys [2·B, T/2 + window
-    − 1, …]. Where there are no tokens before a chunk, keys are zeros in a segment of their own."""
+    """attend(scores, q, k, v, segments of queries and of keys, dropout) for each of this device's
+    chunks, with its window's keys: queries [2·B, T/2, …] are the last tokens of the keys [2·B, T/2
+    + window − 1, …]. Where there are no tokens before a chunk, keys are zeros in a segment of their
+    own. scores: flash.Scores"""
     batch, chunk = q.shape[0], q.shape[1] // 2
     if segments is None:
         segments = jnp.zeros(q.shape[:2], jnp.int32)
@@ -210,7 +211,8 @@ def attend_by_neighbours(
     if dropout:
         position_T = window - 1 + jnp.arange(chunk)
         dropout = WeightDropout(in_chunks(dropout.noise_BTN), position_T)
-    return attend(in_chunks(q), k, v, pair, dropout).reshape(batch, 2 * chunk, q.shape[2], -1)
+    out = attend(scores, in_chunks(q), k, v, pair, dropout)
+    return out.reshape(batch, 2 * chunk, q.shape[2], -1)
 
 
 def _with_neighbours(x: jax.Array, count: int) -> jax.Array:
