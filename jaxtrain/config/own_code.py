@@ -121,9 +121,14 @@ def _module_of_file(path: pathlib.Path) -> types.ModuleType:
 
 def _failure(source: str, file: str, error: BaseException) -> OwnCodeError:
     """The error for code that raises one while it is imported, with its last line in the file."""
+    text = one_line(f"{type(error).__name__}: {error}")
+    return OwnCodeError(f"cannot be imported: {source}{line_in(file, error)} raises {text}")
+
+
+def line_in(file: str, error: BaseException) -> str:
+    """ ", line 3,": the last line of a file by which an error has come; "" if it is in other files
+    alone."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
     line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
-    where = f", line {line}," if line else ""
-    text = one_line(f"{type(error).__name__}: {error}")
-    return OwnCodeError(f"cannot be imported: {source}{where} raises {text}")
+    return f", line {line}," if line else ""

@@ -158,11 +158,11 @@ class Block(nnx.Module):
         return x_BTD + dropout(y_BTD, AFTER_MLP, self.dropout, noise_BT)
 
     def cache_arrays(self, batch: int, slots: int, dtype):
-        """As of generation/decode.py."""
+        """The arrays of attention's cache (generation/decode.py)."""
         return self.attention.cache_arrays(batch, slots, dtype)
 
     def cached(self, x_BTD, positions_BT, cache, start, count):
-        """As of generation/decode.py."""
+        """Returns (the output [B, T, D], the cache with these tokens), for generation/decode.py."""
 
         def attend(y_BTD):
             nonlocal cache
@@ -299,11 +299,6 @@ class ModelParts:
         count = lambda tree: sum(s.size for s in jax.tree.leaves(tree))
         layers = sum(count(self.layer_specs(kind)) for kind in stacked_kinds(self.cfg))
         return count(self.ends) + layers
-
-    @property
-    def forms(self) -> tuple[str, ...]:
-        """The forms of the stacked layers; ("",) where all are of one."""
-        return tuple(dict.fromkeys(forms_of_kinds(self.cfg).values()))
 
     def layer_specs(self, kind: str) -> dict:
         """The specifications of one layer of a kind, outside of the dense layers before all
