@@ -28,11 +28,11 @@ def block_size(tokens: int, most: int = MOST) -> int:
     )
 
 
-def window_block_size(tokens: int, window: int, most: int = MOST) -> int:
-    """The largest multiple of STEP that divides so many tokens, is no more than `most` or half of
-    MOST (that of all kernels), and with which blocks have at most WINDOW_WORK times the scores of a
-    window; STEP if none does."""
-    most = min(tokens, most, MOST // 2)
+def window_block_size(tokens: int, window: int) -> int:
+    """The largest multiple of STEP that divides so many tokens, is no more than half of MOST (which
+    all kernels take), and with which blocks have at most WINDOW_WORK times the scores of a window;
+    STEP if none does."""
+    most = min(tokens, MOST // 2)
     sizes = (n for n in range(most // STEP * STEP, 0, -STEP) if tokens % n == 0)
     return next((n for n in sizes if window_steps(window, n) * n <= WINDOW_WORK * window), STEP)
 

@@ -172,7 +172,8 @@ class ExpertBiases(nnx.Module):
 
 def _bias(vectors: Parameter, gates: jax.Array | None = None, sizes=None) -> Bias:
     """The biases [E, F], or [F] of all shared experts as of one, of rows with these weights."""
-    return Bias(vectors[...].reshape(-1, vectors.shape[-1]), gates, sizes)
+    of_rows = None if gates is None else gates.reshape(-1)
+    return Bias(vectors[...].reshape(-1, vectors.shape[-1]), of_rows, sizes)
 
 
 class MoE(nnx.Module):

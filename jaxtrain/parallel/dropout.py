@@ -24,22 +24,19 @@ AFTER_ATTENTION, AFTER_MLP, WEIGHTS, EMBEDDINGS = range(4)
 
 
 class WeightDropout(NamedTuple):
-    """The dropout of attention's weights. A weight is dropped by its query, its head and the
-    distance of query and key: so it does not matter which keys a device has.
+    """The dropout of attention's weights. Whether a weight is dropped depends on its query, its
+    head and the distance of query and key, so it does not matter which keys a device has.
 
     noise_BTN:  uint32, of each query and head
     position_T: int32, the queries' places among the keys
-    rate:       model.dropout_attention
     """
 
     noise_BTN: jax.Array
     position_T: jax.Array
-    rate: float
 
     def part(self, queries: slice, first_key: int = 0) -> "WeightDropout":
-        """That of some queries, with keys that begin with this one."""
-        position_T = self.position_T[queries] - first_key
-        return WeightDropout(self.noise_BTN[:, queries], position_T, self.rate)
+        """The dropout of some queries, with keys from `first_key` on."""
+        return WeightDropout(self.noise_BTN[:, queries], self.position_T[queries] - first_key)
 
 
 def token_noise(
@@ -59,16 +56,20 @@ def token_noise(
 
 
 def layer_noise(extra: tuple, layer: ArrayLike) -> tuple:
-    """What a layer reads beside its input, positions, segments and, in training with dropout, the
-    noise of its tokens, which becomes that of a layer by its number in the model."""
+    """The arguments of a layer after its input.
+
+    extra: (positions, segments), in training with dropout also the tokens' noise, which is made
+        that of the layer
+    layer: its number in the model
+    """
     return *extra[:2], *(combined(noise, layer) for noise in extra[2:])
 
 
 def dropped(x: jax.Array, noise: jax.Array, index: ArrayLike, rate: float) -> jax.Array:
-    """x divided by 1 − rate, with 0 in the place of a fraction `rate` of its numbers, by the noise
-    and index of each."""
-    kept = combined(noise, index) >= np.uint32(rate * 2**32)
-    return jnp.where(kept, x * (1 / (1 - rate)), 0)
+    """x divided by 1 − rate, with 0 in the place of a fraction `rate` of its numbers. Whether a
+    number is dropped depends on its noise and index, which are broadcast to x."""
+    remains = combined(noise, index) >= np.uint32(rate * 2**32)
+    return jnp.where(remains, x * (1 / (1 - rate)), 0)
 
 
 def dropout(x_BTD: jax.Array, place: int, rate: float, noise_BT: jax.Array | None = None):

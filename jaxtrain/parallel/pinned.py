@@ -30,7 +30,7 @@ ELEMENTWISE = frozenset(
     "add add_any sub mul div max min rem neg sign abs exp exp2 log log1p expm1 tanh logistic sin "
     "cos tan sqrt rsqrt cbrt pow integer_pow square erf erf_inv floor ceil round clamp select_n "
     "convert_element_type reduce_precision is_finite stop_gradient copy name and or not xor eq ne "
-    "lt le gt ge optimization_barrier atan2 sinh cosh".split()
+    "lt le gt ge atan2 sinh cosh".split()
 )
 REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod".split())
 ALONG_ONE = frozenset(
@@ -46,8 +46,11 @@ class AlongSplit(Exception):
 
 
 def pinned(fn: Callable[..., jax.Array], dims: Dims) -> Callable[..., jax.Array]:
-    """fn where the partitioner has nothing to split inside of an op. dims: of its arguments; those
-    of a quantized tensor's arrays are the tensor's"""
+    """fn with a layout for each of its values; fn itself outside of an op, or where the partitioner
+    does not handle `model`.
+
+    dims: of the arguments. A quantized tensor's dimension is that of each of its arrays.
+    """
     if not (partitioned() and in_manual_region()):
         return fn
 
@@ -71,7 +74,7 @@ def _placed(x: Any, dim: int | None) -> Any:
 
 
 def _evaluated(jaxpr, consts, args, dims: Dims) -> tuple[list, Dims]:
-    """The results of a jaxpr, each value in its place, with their dims."""
+    """(the results of a jaxpr, of which each value has its layout; their dims)."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     split = dict(zip(jaxpr.invars, dims, strict=True))
     value = lambda a: a.val if isinstance(a, Literal) else env[a]
@@ -136,13 +139,17 @@ def _after(equation, dims: Dims) -> Dims:
     if len(known) > 1:
         raise AlongSplit
     (dim,) = known
-    shape, result = equation.invars[dims.index(dim)].aval.shape, outs[0].aval.shape
-    moved = _moved(name, params, shape, result, dim)
-    return [moved] * len(outs)
+    return [_moved(equation, equation.invars[dims.index(dim)].aval.shape, dim)] * len(outs)
 
 
-def _moved(name: str, params: dict, shape: tuple, result: tuple, dim: int) -> int | None:
-    """The dimension that dimension `dim` of an operand becomes; None where it is summed up."""
+def _moved(equation, shape: tuple[int, ...], dim: int) -> int | None:
+    """The dimension of the results that dimension `dim` of an operand of this shape becomes; None
+    where it is summed up. Raises AlongSplit."""
+    name, params, result = (
+        equation.primitive.name,
+        equation.params,
+        equation.outvars[0].aval.shape,
+    )
     if name in ELEMENTWISE and shape == result:
         return dim
     if name == "transpose":

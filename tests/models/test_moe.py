@@ -459,15 +459,15 @@ def test_elementwise_work_on_the_rows_that_are_there(monkeypatch):
             with jax.set_mesh(mesh):
                 yield jax.device_get(run(params | {"router": router}, x, g))
 
-    expected, work, in_blocks = list(results()), [], filled_rows._in_blocks
+    expected, work, by_blocks = list(results()), [], filled_rows._by_blocks
 
-    def counted(fn, mean, *arguments):
+    def counted(fn, begin, join, mean, *arguments):
         work.append(mean)
-        return in_blocks(fn, mean, *arguments)
+        return by_blocks(fn, begin, join, mean, *arguments)
 
     unfilled = lambda shape, dtype: jnp.full(shape, np.nan if dtype == jnp.float32 else 0, dtype)
     monkeypatch.setattr(sizes, "FEW_ROWS", 1)
-    monkeypatch.setattr(filled_rows, "_in_blocks", counted)
+    monkeypatch.setattr(filled_rows, "_by_blocks", counted)
     monkeypatch.setattr(jax.lax, "empty", unfilled)
     for got, all_rows in zip(results(), expected, strict=True):
         jax.tree.map(

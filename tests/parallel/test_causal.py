@@ -156,6 +156,6 @@ def test_the_compiled_loops_are_those_of_a_window():
 def test_keys_of_entire_blocks():
     """Neighbours' keys are filled up to entire blocks of the queries' size."""
     pairs = splash._block_pairs(window_inputs(512, 1024, 1024 + 512), 1024, 1024)
-    assert (pairs.queries, pairs.keys, pairs.first_key) == (128, 128, 512)
+    assert (pairs.queries, pairs.keys, pairs.own_block) == (128, 128, 4)
     assert splash_backward.filled_up(1024, 1024 + 511, 512) == 1024 + 512
     assert np.sum(pairs.by_queries().block_mask) == 8 * 5

@@ -82,7 +82,13 @@ MORE = {
         "interleaved",
         2,
         4,
-        changes={"mesh.context": 2, **RING, **SELECTIVE, "model.kv_heads": 2},
+        changes={
+            "mesh.context": 2,
+            **RING,
+            **SELECTIVE,
+            "model.kv_heads": 2,
+            "model.sinks": True,
+        },
     ),
     "ring 2, stage 2, selective, documents, blocks": Case(
         (2, 2, 1), "1f1b", 1, 4, changes={"mesh.context": 2, **RING, **SELECTIVE, **APART}

@@ -189,7 +189,7 @@ def test_windows(primitives, documents, softmax_sinks):
     q, k, v, g = arrays(tokens=24, heads=4, key=32)
     own = segments(2, 24, documents) if documents else None
     sinks = jnp.arange(4.0) if softmax_sinks else None
-    pair, scores = own if own is None else (own, own), flash.Scores(0.3, 0.0, sinks)
+    pair, scores = own if own is None else (own, own), flash.Scores(0.3, sinks=sinks)
     sight = dataclasses.replace(CAUSAL, window=5)
     fn = lambda q, k, v: flash.attend(cudnn.KERNEL, q, k, v, sight, pair, None, scores)
     got = jax.jit(lambda *given: attended.with_gradients(fn, *given))(q, k, v, g)

@@ -1,6 +1,8 @@
 """Dropout: its random numbers, and attention with dropped weights by blocks, by halves and at
 once. Whole steps on meshes are in tests/training/test_dropout.py."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,7 +124,7 @@ def test_nothing_is_dropped_without_noise_or_a_rate():
 
 def of_weights(batch: int, tokens: int, heads: int) -> WeightDropout:
     noise = token_noise(0, 0, (1, batch, tokens * heads))[0].reshape(batch, tokens, heads)
-    return WeightDropout(noise, jnp.arange(tokens), RATE)
+    return WeightDropout(noise, jnp.arange(tokens))
 
 
 def plain(q, k, v, drop: WeightDropout, segments=None):
@@ -154,10 +156,11 @@ def test_attention_with_dropped_weights(documents, monkeypatch):
         mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
     run = lambda way: jax.jit(lambda *a: attended.with_gradients(way, *a))(q, k, v, g)
     wanted = run(lambda *a: plain(*a, drop, segments))
-    kernel = blockwise.kernel(RATE)
+    scores = flash.Scores(dropout=RATE)
+    by_blocks = functools.partial(flash.attend, blockwise.KERNEL)
     ways = {
-        "at once": lambda *a: grouped_attention(*a, mask, True, drop),
-        "by blocks": lambda *a: flash.attend(kernel, *a, context.CAUSAL, pair, drop.noise_BTN),
+        "at once": lambda *a: grouped_attention(*a, mask, True, drop, scores=scores),
+        "by blocks": lambda *a: by_blocks(*a, context.CAUSAL, pair, drop.noise_BTN, scores),
     }
     for name, way in ways.items():
         for got, right in zip(run(way), wanted, strict=True):

@@ -34,6 +34,12 @@ def carried_along(x):
     return jnp.moveaxis(jax.lax.scan(step, columns[0], columns)[1], 0, -1)
 
 
+def barrier(x):
+    """Of operands with other dimensions: each result has the layout of its own operand at most."""
+    x, weights = jax.lax.optimization_barrier((x, jnp.arange(8.0)))
+    return x * weights[None, :, None]
+
+
 @jax.custom_vjp
 def ruled(x):
     return jnp.roll(x, 1, -1)
@@ -55,6 +61,7 @@ FUNCTIONS = {
     "loop over columns": (carried_along, None),
     "custom rule": (ruled, None),
     "checkpoint": (jax.checkpoint(lambda x: jnp.sin(x) * x), 2),
+    "barrier": (barrier, None),
     "sort": (lambda x: jnp.sort(x, 1), None),
     "gather": (lambda x: x[:, :, jnp.array([3, 1, 2])], None),
 }

@@ -212,14 +212,14 @@ def test_elementwise_work_on_filled_rows(monkeypatch, name):
     """Rows that nothing has written are not numbers."""
     config, work = FILLED[name].config(), []
     expected = reference(config, 1) if not config.model.expert_room else gradients(config)
-    in_blocks = filled_rows._in_blocks
+    by_blocks = filled_rows._by_blocks
 
     def counted(*arguments):
         work.append(arguments)
-        return in_blocks(*arguments)
+        return by_blocks(*arguments)
 
     monkeypatch.setattr(sizes, "FEW_ROWS", 1)
-    monkeypatch.setattr(filled_rows, "_in_blocks", counted)
+    monkeypatch.setattr(filled_rows, "_by_blocks", counted)
     monkeypatch.setattr(lax, "empty", not_numbers)
     assert_same(gradients(config), expected)
     assert work

@@ -14,7 +14,6 @@ of queries and keys, V of values; in blocks I of queries and J of keys: X tokens
 (the heads of a group × tokens).
 """
 
-import functools
 import math
 from typing import Any
 
@@ -23,7 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel, delta
+from jaxtrain.parallel.attention.flash import (
+    MASKED,
+    AttentionResiduals,
+    Inputs,
+    Kernel,
+    delta,
+    padded,
+)
 from jaxtrain.parallel.dropout import dropped
 
 # of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
@@ -60,13 +66,6 @@ def is_long(batch_heads: int, chunk: int, keys: int, window: int = 0) -> bool:
     return keys >= LEAST_KEYS and (window > 0 or block_size(batch_heads, chunk, keys) < chunk)
 
 
-def _filled_up(a: jax.Array, before: int, after: int) -> jax.Array:
-    """[B, T, …] with so many zeros before and after the tokens."""
-    if not before and not after:
-        return a
-    return jnp.pad(a, ((0, 0), (before, after), *((0, 0),) * (a.ndim - 2)))
-
-
 class _BlockPairs:
     """Arrays cut into blocks, and the pairs of a block of queries and a block of keys that a loop
     goes over. Blocks of queries and of keys have one size."""
@@ -75,22 +74,21 @@ class _BlockPairs:
         q, k, _, sight, segments, noise, scores = inputs
         self.batch, self.tokens, self.heads, head_dim = q.shape
         self.key_tokens, self.groups, self.window = k.shape[1], k.shape[2], sight.window
-        self.scale, self.softcap = scores.factor(head_dim), scores.softcap
+        self.scale, self.rule = scores.factor(head_dim), scores
         batch_heads = self.batch * self.heads
         full_chunks = jnp.asarray(sight.full_chunks, jnp.int32)
         chunk = self.tokens // len(full_chunks)
         # tokens that fill up the first block of keys, and the last one of queries and of keys
         self.before, self.after = 0, 0
-        # the lowest block of keys for each block of queries
-        self._lowest_I: Any = None
         if sight.window and len(full_chunks) == 1:
             # numpy: a program needs to know how often it loops
             self.size = window_block_size(batch_heads, sight.window)
             self.before, self.after = -(self.key_tokens - chunk) % self.size, -chunk % self.size
             limits = np.arange(self.before + self.key_tokens + self.after, dtype=np.int32) + 1
             limits_IX = limits[-(chunk + self.after) :].reshape(-1, self.size)
+            # the lowest block of keys for each block of queries
             lowest_I = np.maximum(limits_IX[:, 0] - sight.window, 0) // self.size
-            self.limit_IX, self._lowest_I = jnp.asarray(limits_IX), jnp.asarray(lowest_I)
+            self.limit_IX = jnp.asarray(limits_IX)
             self.steps = int((limits_IX[:, -1] // self.size - lowest_I).sum())
         else:
             self.size = block_size(batch_heads, chunk, self.key_tokens)
@@ -105,28 +103,27 @@ class _BlockPairs:
             )
             # the number of keys, from the lowest on, that a query sees
             self.limit_IX = (full_chunks[:, None] * chunk + on_diagonal).reshape(-1, self.size)
+            lowest_I = np.zeros(self.tokens // self.size, np.int32)
         # Blocks of keys for each block of queries: its last query sees most. Step s is the pair
         # (_of_queries[s], _of_keys[s]), one block of queries after the other, so that the softmax's
         # running sums are of one block at a time.
-        counts = -(-self.limit_IX[:, -1] // self.size)
-        if self._lowest_I is not None:
-            counts -= self._lowest_I
+        counts = -(-self.limit_IX[:, -1] // self.size) - lowest_I
         self._of_queries = jnp.repeat(
             jnp.arange(len(counts)), counts, total_repeat_length=self.steps
         )
-        self._of_keys = jnp.arange(self.steps) - (jnp.cumsum(counts) - counts)[self._of_queries]
-        if self._lowest_I is not None:
-            self._of_keys += self._lowest_I[self._of_queries]
+        self._first_step_I = jnp.cumsum(counts) - counts
+        of_first_step_I = lowest_I - self._first_step_I
+        self._of_keys = jnp.arange(self.steps) + of_first_step_I[self._of_queries]
         cut = lambda a: jnp.swapaxes(a.reshape(self.batch, -1, self.size), 0, 1)
         self._segments = segments and [
-            cut(_filled_up(a, before, self.after))
+            cut(padded(a, 1, before, self.after))
             for a, before in zip(segments, (0, self.before), strict=True)
         ]
         self._noise = None if noise is None else self.queries(noise)
 
     def queries(self, a_BTNH):
         """[B, T, N, …] → [I, B, K, R, …]."""
-        a = _filled_up(a_BTNH, 0, self.after).reshape(
+        a = padded(a_BTNH, 1, 0, self.after).reshape(
             self.batch, -1, self.size, self.groups, self.heads // self.groups, *a_BTNH.shape[3:]
         )
         # The query heads of a key/value head are rows of the same products.
@@ -145,7 +142,7 @@ class _BlockPairs:
 
     def keys(self, a_BSKH):
         """[B, S, K, H] → [J, B, K, X, H]."""
-        a = _filled_up(a_BSKH, self.before, self.after)
+        a = padded(a_BSKH, 1, self.before, self.after)
         return jnp.transpose(
             a.reshape(self.batch, -1, self.size, *a_BSKH.shape[2:]), (1, 0, 3, 2, 4)
         )
@@ -160,9 +157,9 @@ class _BlockPairs:
         derivative by the products of queries and keys, where they are not masked)."""
         products = jnp.einsum("bkrh,bkxh->bkrx", q_BKRH, k_BKXH, preferred_element_type=jnp.float32)
         s, by_product = products * self.scale, self.scale
-        if self.softcap:
-            bounded = jnp.tanh(s / self.softcap)
-            s, by_product = bounded * self.softcap, (1 - bounded**2) * self.scale
+        if self.rule.softcap:
+            bounded = jnp.tanh(s / self.rule.softcap)
+            s, by_product = bounded * self.rule.softcap, (1 - bounded**2) * self.scale
         limit = self.limit_IX[i][:, None]
         key = j * self.size + jnp.arange(self.size)
         seen = key < limit
@@ -176,14 +173,16 @@ class _BlockPairs:
         by_head = s.reshape(self.batch, self.groups, -1, self.size, self.size)
         return jnp.where(seen, by_head, MASKED).reshape(s.shape), by_product
 
-    def weighted(self, weights_BKRX, rate: float, i, j):
+    def weighted(self, weights_BKRX, i, j):
         """The weights of a block's scores, or other numbers in their places, after dropout."""
         if self._noise is None:
             return weights_BKRX
         distance = self.limit_IX[i][:, None] - 1 - (j * self.size + jnp.arange(self.size))
         by_head = lambda a: a.reshape(self.batch, self.groups, -1, self.size, a.shape[-1])
         noise = by_head(self._noise[i][..., None])
-        return dropped(by_head(weights_BKRX), noise, distance, rate).reshape(weights_BKRX.shape)
+        return dropped(by_head(weights_BKRX), noise, distance, self.rule.dropout).reshape(
+            weights_BKRX.shape
+        )
 
     def loop(self, step, carry: Any):
         """The carry after step(i, j, whether j is the lowest for i, carry) for every pair of a
@@ -192,15 +191,14 @@ class _BlockPairs:
         def body(state):
             n, carry = state
             i, j = self._of_queries[n], self._of_keys[n]
-            lowest = 0 if self._lowest_I is None else self._lowest_I[i]
-            return n + 1, step(i, j, j == lowest, carry)
+            return n + 1, step(i, j, n == self._first_step_I[i], carry)
 
         return lax.while_loop(lambda state: state[0] < self.steps, body, (0, carry))[1]
 
 
-def output_and_lse(inputs: Inputs, dtype, rate: float = 0.0) -> tuple[jax.Array, jax.Array]:
+def output_and_lse(inputs: Inputs, dtype) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] of `dtype`, and log-sum-exp of the scores, float32 [B, T, N], about −1e30
-    for a query that sees nothing. rate: of dropout"""
+    for a query that sees nothing."""
     blocks = _BlockPairs(inputs)
     q, k, v = blocks.queries(inputs.q), blocks.keys(inputs.k), blocks.keys(inputs.v)
     blocks_shape, block = q.shape[:4], q.shape[1:4]
@@ -220,7 +218,7 @@ def output_and_lse(inputs: Inputs, dtype, rate: float = 0.0) -> tuple[jax.Array,
         total = total * shrink + powers.sum(-1)
         update = jnp.einsum(
             "bkrx,bkxv->bkrv",
-            blocks.weighted(powers, rate, i, j).astype(v.dtype),
+            blocks.weighted(powers, i, j).astype(v.dtype),
             v[j],
             preferred_element_type=jnp.float32,
         )
@@ -242,8 +240,8 @@ def output_and_lse(inputs: Inputs, dtype, rate: float = 0.0) -> tuple[jax.Array,
     return blocks.from_queries(out), blocks.from_queries(lse)
 
 
-def gradients(residuals: AttentionResiduals, g_BTNV, dtype, rate: float = 0.0):
-    """Gradients of queries, of `dtype`, and of keys and values, float32. rate: of dropout"""
+def gradients(residuals: AttentionResiduals, g_BTNV, dtype):
+    """Gradients of queries, of `dtype`, and of keys and values, float32."""
     inputs, blocks = residuals.inputs, _BlockPairs(residuals.inputs)
     q, g, lse, inner = (
         blocks.queries(a) for a in (inputs.q, g_BTNV, residuals.lse, delta(g_BTNV, residuals.out))
@@ -257,9 +255,9 @@ def gradients(residuals: AttentionResiduals, g_BTNV, dtype, rate: float = 0.0):
         dq_block, dq, dk, dv = carry
         scores, by_product = blocks.scores(q[i], k[j], i, j)
         weights = jnp.exp(scores - lse[i][..., None])
-        by_weights = blocks.weighted(product("bkrv,bkxv->bkrx", g[i], v[j]), rate, i, j)
+        by_weights = blocks.weighted(product("bkrv,bkxv->bkrx", g[i], v[j]), i, j)
         by_products = weights * (by_weights - inner[i][..., None]) * by_product
-        weights = blocks.weighted(weights, rate, i, j).astype(g.dtype)
+        weights = blocks.weighted(weights, i, j).astype(g.dtype)
         by_products = by_products.astype(q.dtype)
         # The steps of a block of queries follow each other, so dQ's sum is one block. A block of
         # keys comes back with each block of queries, so the sums of dK and dV are entire arrays.
@@ -273,10 +271,4 @@ def gradients(residuals: AttentionResiduals, g_BTNV, dtype, rate: float = 0.0):
     return blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
 
 
-def kernel(rate: float = 0.0) -> Kernel:
-    """The kernel, with dropout of this rate where its inputs have noise."""
-    forward = functools.partial(output_and_lse, rate=rate)
-    return Kernel(forward, functools.partial(gradients, rate=rate))
-
-
-KERNEL = kernel()
+KERNEL = Kernel(output_and_lse, gradients)

@@ -61,29 +61,21 @@ def attend(
         key, or one before its `window` (0: any). Most of the scores that no query sees are then not
         computed; the result is the same
     """
-    arrays = q_BTNH, k_BSKH, v_BSKH
-    out = grouped_attention(*arrays, mask, mask_is_causal, dropout, window, scores)
+    out = grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, mask_is_causal, dropout, window, scores)
     return constrain(out, HEADS)
 
 
 def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask, scores: Scores = PLAIN) -> jax.Array:
     """`attend` by cuDNN, which adds the mask to the scores as numbers."""
+
     # jax's function wants keys and values of one size: the smaller ones are padded with zeros,
     # which change no score, and the padding of the result is cut off.
-    size, of_values = q_BTNH.shape[-1], v_BSKH.shape[-1]
-    scale = scores.factor(size)
-
-    def filled(a):
-        missing = max(size, of_values) - a.shape[-1]
-        # Nothing is padded where nothing is missing: pad makes a new array, which the backward
-        # would save besides the other.
-        return jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else a
-
     def kernel(q, k, v, m):
+        scale = scores.factor(q.shape[-1])
         result = jax.nn.dot_product_attention(
-            *map(filled, (q, k, v)), mask=m, scale=scale, implementation="cudnn"
+            *cudnn.of_one_size(q, k, v), mask=m, scale=scale, implementation="cudnn"
         )
-        return result[..., :of_values]
+        return result[..., : v.shape[-1]]
 
     return constrain(by_heads(kernel, (q_BTNH, k_BSKH, v_BSKH), (mask,)), HEADS)
 
@@ -165,7 +157,7 @@ def _block_attention(
         distance_TS = dropout.position_T[:, None] - jnp.arange(s)
         distance_RS = jnp.tile(distance_TS, (n // k, 1))
         noise_BKR1 = by_keys(dropout.noise_BTN)[..., None]
-        weighted = dropped(weights, noise_BKR1, distance_RS, dropout.rate)
+        weighted = dropped(weights, noise_BKR1, distance_RS, rule.dropout)
     out_BKRH = jnp.einsum(
         "bkrs,bskh->bkrh", weighted.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
     )
@@ -186,15 +178,14 @@ class AttentionSettings:
     kernel:   model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
               program is traced for
     backward: model.attention_backward
-    dropout:  model.dropout_attention
     window:   model.window
-    scores:   model.attention_scale and model.attention_softcap
+    scores:   model.attention_scale, attention_softcap and dropout_attention; sinks are an argument
+              of the functions, since they are parameters
     """
 
     context: str = "all_gather"
     kernel: str = "auto"
     backward: str = "auto"
-    dropout: float = 0.0
     window: int = 0
     scores: Scores = PLAIN
 
@@ -205,9 +196,8 @@ class AttentionSettings:
             context,
             cfg.attention_kernel,
             cfg.attention_backward,
-            cfg.dropout_attention,
             cfg.window,
-            Scores(cfg.attention_scale, cfg.attention_softcap),
+            Scores(cfg.attention_scale, cfg.attention_softcap, cfg.dropout_attention),
         )
 
 
@@ -229,12 +219,12 @@ def attend_causal(
     noise_BT: of the layer (parallel/dropout.py); None: no weight is dropped
     sinks_N: as of Scores
     """
-    dropout, rate = None, settings.dropout if noise_BT is not None else 0.0
-    if rate:
+    parts, scores = context.size(), dataclasses.replace(settings.scores, sinks=sinks_N)
+    dropout = None
+    if noise_BT is not None and scores.dropout:
         noise_BTN = combined(combined(noise_BT, WEIGHTS)[..., None], jnp.arange(q.shape[2]))
         position_T = context.positions(q.shape[1])[0]
-        dropout = WeightDropout(constrain(noise_BTN, HEADS[:3]), position_T, rate)
-    parts, scores = context.size(), dataclasses.replace(settings.scores, sinks=sinks_N)
+        dropout = WeightDropout(constrain(noise_BTN, HEADS[:3]), position_T)
     tokens = q.shape[1] * parts
     window = settings.window if settings.window < tokens else 0
     way = reach(settings.context, parts, tokens, window)
@@ -247,24 +237,22 @@ def attend_causal(
         keys=tokens,
         documents=segments_BT is not None,
         context=way,
-        dropout=rate > 0,
+        dropout=dropout is not None,
         window=window,
         softcap=scores.softcap > 0,
         sinks=sinks_N is not None,
     )
     chosen = attention_kernel(case, settings.kernel).kernel
-    kernel = _flash_kernel(chosen, q.shape, case, settings.backward, rate)
+    kernel = _flash_kernel(chosen, q.shape, case, settings.backward)
     local = functools.partial(_attend_local, kernel, chosen, window)
     if way == NEIGHBOURS:
-        chunks = functools.partial(local, scores)
-        result = context.attend_by_neighbours(chunks, q, k, v, segments_BT, dropout, window)
+        result = context.attend_by_neighbours(local, scores, q, k, v, segments_BT, dropout, window)
         return constrain(result, HEADS)
     if parts == 1:
         pair = None if segments_BT is None else (segments_BT, segments_BT)
         return local(scores, q, k, v, pair, dropout)
     if not way:  # ulysses
-        of_heads = lambda sinks, *arrays: local(dataclasses.replace(scores, sinks=sinks), *arrays)
-        return context.attend_by_heads(of_heads, q, k, v, segments_BT, dropout, sinks_N)
+        return context.attend_by_heads(local, scores, q, k, v, segments_BT, dropout)
     if way == "ring":  # in XLA always by blocks, however few keys a device has
         ring_kernel = kernel or blockwise.KERNEL
         return constrain(ring.attend(ring_kernel, q, k, v, segments_BT, scores), HEADS)
@@ -345,7 +333,7 @@ def _attend_local(
 
 
 def _flash_kernel(
-    chosen: str, shape: tuple[int, ...], case: AttentionCase, backward: str, rate: float
+    chosen: str, shape: tuple[int, ...], case: AttentionCase, backward: str
 ) -> Kernel | None:
     """The kernel that never has all scores in memory, for queries of `shape` [B, T, N, H]; None
     where plain XLA computes them for few tokens, and for cuDNN with a mask."""
@@ -361,5 +349,5 @@ def _flash_kernel(
     window = 0 if case.context == "all_gather" else case.window
     is_long = blockwise.is_long(batch_heads, case.queries, case.kernel_keys, window)
     if chosen in (XLA, CUDNN) and is_long:
-        return blockwise.kernel(rate)
+        return blockwise.KERNEL
     return None

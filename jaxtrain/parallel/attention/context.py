@@ -57,8 +57,8 @@ class Sight:
         same on every device
     start: int32, the number of keys before these chunks, which all queries see; negative where the
         keys begin after the queries do; for splash alone
-    window: number of keys that a query sees at most, the last ones of those above, in a sight with
-        the diagonal; 0: all. Queries in one chunk are then the last tokens of the keys'
+    window: the number of keys that a query sees at most, the last ones of those above; 0: all. It
+        needs the diagonal, and queries in one chunk are then the last tokens of the keys
     """
 
     full_chunks: jax.Array | tuple[int, ...]
@@ -135,14 +135,8 @@ def _all_keys(k, v, segments):
 
 
 def attend_by_gather(
-    attend: Callable,
-    q,
-    k,
-    v,
-    segments,
-    dropout: WeightDropout | None = None,
-    window: int = 0,
-):
+    attend: Callable, q, k, v, segments, dropout: WeightDropout | None, window: int
+) -> jax.Array:
     """attend(q, k, v, sight, segments of queries and of keys, noise) with the keys of the unsplit
     sequence; q, k, v are this device's [B, T, heads, head dimension]; noise is that of dropout."""
     parts, i = size(), lax.axis_index(CONTEXT)
@@ -152,13 +146,7 @@ def attend_by_gather(
 
 
 def attend_by_halves(
-    attend: Callable,
-    q,
-    k,
-    v,
-    segments,
-    dropout: WeightDropout | None = None,
-    window: int = 0,
+    attend: Callable, q, k, v, segments, dropout: WeightDropout | None, window: int
 ) -> jax.Array:
     """`attend_by_gather` for attend(q, k, v, mask, dropout=…). Each chunk of queries is attended to
     on its own, the lower one with the keys that it sees on any device."""
@@ -175,16 +163,17 @@ def attend_by_halves(
             mask &= query_positions[:, None, queries, None] - at[:, None, None, :] < window
         if documents is not None:
             mask &= documents[0][:, None, queries, None] == documents[1][:, None, None, :keys]
-        more = {"dropout": dropout.part(queries)} if dropout else {}
-        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask, **more))
+        # cuDNN, which drops no weights, has no such argument
+        options = {"dropout": dropout.part(queries)} if dropout else {}
+        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask, **options))
     return jnp.concatenate(out, 1)
 
 
 def attend_by_heads(
-    attend: Callable, q, k, v, segments, dropout: WeightDropout | None = None, sinks_N=None
+    attend: Callable, scores, q, k, v, segments, dropout: WeightDropout | None
 ) -> jax.Array:
-    """attend(sinks, q, k, v, segments of queries and of keys, dropout) over unsplit sequences of a
-    part of the heads."""
+    """attend(scores, q, k, v, segments of queries and of keys, dropout) over unsplit sequences of a
+    part of the heads. scores: flash.Scores, with the sinks of all heads"""
     # An all-to-all splits the heads and joins the tokens: a device sends each of its numbers to one
     # other, where an all-gather sends them to all. Its results are in the order of the devices, and
     # causal kernels want that of the text.
@@ -195,20 +184,22 @@ def attend_by_heads(
     if segments is not None:
         segments = (_gathered(segments),) * 2
     if dropout:
-        noise, position_T = by_heads(to_heads, (dropout.noise_BTN,)), jnp.arange(q.shape[1])
-        dropout = WeightDropout(noise, position_T, dropout.rate)
-    if sinks_N is not None:
+        noise_BTN = by_heads(to_heads, (dropout.noise_BTN,))
+        dropout = WeightDropout(noise_BTN, jnp.arange(q.shape[1]))
+    if scores.sinks is not None:
         own = lambda a, i: jnp.take(a.reshape(1, 1, parts, -1), i, 2)
-        sinks_N = by_heads(own, (sinks_N[None, None],), (i,))[0, 0]
-    return by_heads(to_tokens, (attend(sinks_N, q, k, v, segments, dropout),))
+        sinks_N = by_heads(own, (scores.sinks[None, None],), (i,))[0, 0]
+        scores = dataclasses.replace(scores, sinks=sinks_N)
+    return by_heads(to_tokens, (attend(scores, q, k, v, segments, dropout),))
 
 
 def attend_by_neighbours(
-    attend: Callable, q, k, v, segments, dropout: WeightDropout | None, window: int
+    attend: Callable, scores, q, k, v, segments, dropout: WeightDropout | None, window: int
 ) -> jax.Array:
-    """attend(q, k, v, segments of queries and of keys, dropout) for each of this device's chunks,
-    with its window's keys: queries [2·B, T/2, …] are the last tokens of the keys [2·B, T/2 + window
-    − 1, …]. Where there are no tokens before a chunk, keys are zeros in a segment of their own."""
+    """attend(scores, q, k, v, segments of queries and of keys, dropout) for each of this device's
+    chunks, with its window's keys: queries [2·B, T/2, …] are the last tokens of the keys [2·B, T/2
+    + window − 1, …]. Where there are no tokens before a chunk, keys are zeros in a segment of their
+    own. scores: flash.Scores"""
     batch, chunk = q.shape[0], q.shape[1] // 2
     if segments is None:
         segments = jnp.zeros(q.shape[:2], jnp.int32)
@@ -219,8 +210,9 @@ def attend_by_neighbours(
     pair = in_chunks(segments), widened(segments + 1) - 1
     if dropout:
         position_T = window - 1 + jnp.arange(chunk)
-        dropout = WeightDropout(in_chunks(dropout.noise_BTN), position_T, dropout.rate)
-    return attend(in_chunks(q), k, v, pair, dropout).reshape(batch, 2 * chunk, q.shape[2], -1)
+        dropout = WeightDropout(in_chunks(dropout.noise_BTN), position_T)
+    out = attend(scores, in_chunks(q), k, v, pair, dropout)
+    return out.reshape(batch, 2 * chunk, q.shape[2], -1)
 
 
 def _with_neighbours(x: jax.Array, count: int) -> jax.Array:
@@ -233,8 +225,9 @@ def _with_neighbours(x: jax.Array, count: int) -> jax.Array:
         of_lower, of_upper = [lower], [upper]
         for hop in range(1, -(-count // chunk) + 1):
             seen = slice(max(0, hop * chunk - count), chunk)
-            # Chunk n gets those of chunk n − hop: an upper chunk those of an upper one, or beyond
-            # the sequence's middle of a lower one, which one hop away is the last device's own.
+            # Chunk n gets tokens of chunk n − hop. Device i has an upper chunk, 2 · parts − 1 − i.
+            # Its tokens come from an upper chunk, of device i + hop, or if there is none from a
+            # lower chunk; with one hop that is the last device's own.
             upwards = tuple((i, i + hop) for i in range(parts - hop))
             downwards = tuple((i + hop, i) for i in range(parts - hop))
             middle = tuple((i, 2 * parts - 1 - hop - i) for i in range(parts - hop, parts))

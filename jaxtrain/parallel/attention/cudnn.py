@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel
+from jaxtrain.parallel.attention.flash import MASKED, AttentionResiduals, Inputs, Kernel, padded
 
 # Documents of a sequence, on average, in a call: workspace and launches grow with this number, and
 # a batch with more documents takes another call.
@@ -183,31 +183,22 @@ def _operands(
     return operands, common | {"mask_type": cudnn.MaskType.PADDING_CAUSAL}
 
 
-def _of_one_size(segments, *arrays: jax.Array) -> list[jax.Array]:
-    """The arrays, padded to heads of one size if there are documents: values and keys then share
-    their offsets."""
+def of_one_size(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays with zeros after the numbers of smaller heads."""
     size = max(a.shape[-1] for a in arrays)
-    return [
-        a if segments is None else jnp.pad(a, ((0, 0),) * 3 + ((0, size - a.shape[-1]),))
-        for a in arrays
-    ]
-
-
-def _after(count: int, a: jax.Array, value: float = 0.0) -> jax.Array:
-    """[B, T, …] after so many more tokens of this value."""
-    widths = ((0, 0), (count, 0), *((0, 0),) * (a.ndim - 2))
-    return jnp.pad(a, widths, constant_values=value) if count else a
+    return [padded(a, -1, 0, size - a.shape[-1]) for a in arrays]
 
 
 def _forward(inputs: Inputs, dtype):
     """Kernel.forward, for complete sequences under a causal mask alone, or for their last tokens'
     queries, with segments."""
     segments, window = inputs.segments, inputs.sight.window
-    q, k, v = _of_one_size(segments, *inputs[:3])
+    # With documents heads of one size: values and keys then share their offsets.
+    q, k, v = inputs[:3] if segments is None else of_one_size(*inputs[:3])
     # cuDNN begins queries and keys at the same token: there are queries of 0 before, whose results
     # are cut off.
     before = k.shape[1] - q.shape[1]
-    q = _after(before, q)
+    q = padded(q, 1, before)
     scale = inputs.scores.factor(inputs.q.shape[-1])
 
     def call(documents: _Documents | None) -> tuple:
@@ -241,12 +232,11 @@ def _backward(residuals: AttentionResiduals, g_BTNV, dtype):
     arrays, segments = (inputs.q, inputs.k, inputs.v), inputs.segments
     input_dtype, scale = inputs.q.dtype, inputs.scores.factor(inputs.q.shape[-1])
     # cuDNN wants all operands of one type; the gradient may come in another.
-    q, k, v, g, out = _of_one_size(
-        segments, *arrays, g_BTNV.astype(input_dtype), out_BTNV.astype(input_dtype)
-    )
+    all_arrays = *arrays, g_BTNV.astype(input_dtype), out_BTNV.astype(input_dtype)
+    q, k, v, g, out = all_arrays if segments is None else of_one_size(*all_arrays)
     before = k.shape[1] - q.shape[1]
-    q, g, out = (_after(before, a) for a in (q, g, out))
-    lse_BTN = _after(before, lse_BTN, -MASKED)  # which makes weights of 0
+    q, g, out = (padded(a, 1, before) for a in (q, g, out))
+    lse_BTN = padded(lse_BTN, 1, before, value=-MASKED)  # which makes weights of 0
 
     def call(documents: _Documents | None) -> tuple:
         operands, parameters = _operands(q, k, inputs.sight.window, documents)

@@ -35,23 +35,28 @@ MASKED = -1e30  # the log-sum-exp of a query that sees nothing
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["sinks"], meta_fields=["scale", "softcap"]
+    jax.tree_util.register_dataclass,
+    data_fields=["sinks"],
+    meta_fields=["scale", "softcap", "dropout"],
 )
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How scores follow from products of queries and keys, before the mask.
+    """How scores follow from products of queries and keys, and weights from scores, but for the
+    mask.
 
     scale:   factor of a product; 0: 1/sqrt(size of a key)
     softcap: c, which makes c·tanh(s/c) of that (Gemma 2, arXiv:2408.00118, section 2); 0: nothing
-    sinks:   one more score for all queries of a head, [N], which has no value; or None
+    dropout: the fraction of weights that are dropped where there is noise (parallel/dropout.py)
+    sinks:   one more score for all queries of a head, [N], whose value is 0; or None
     """
 
     scale: float = 0.0
     softcap: float = 0.0
+    dropout: float = 0.0
     sinks: jax.Array | None = None
 
     def factor(self, key_size: int) -> float:
-        """The factor of products."""
+        """The factor of a product of a query and a key of this size."""
         return self.scale or key_size**-0.5
 
 
@@ -65,9 +70,8 @@ class Inputs(NamedTuple):
     sight:    the keys that queries see
     segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): the document of each
               token; a query sees keys of its own document alone
-    noise:    None, or that of dropout, uint32 [B, T, N] (parallel/dropout.py); blockwise.py alone
-              reads it
-    scores:   from products to scores; no kernel reads the sinks
+    noise:    None, or WeightDropout.noise_BTN; blockwise.py alone reads it
+    scores:   from products to weights; no kernel reads the sinks
     """
 
     q: jax.Array
@@ -112,6 +116,17 @@ class Kernel:
 SINKS = P(MODEL)
 SPLITS = Inputs._make((HEADS, HEADS, HEADS, P(), P(), HEADS, SINKS))
 LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
+
+
+def padded(a: jax.Array, axis: int, before: int, after: int = 0, value: float = 0.0) -> jax.Array:
+    """The array with so many more numbers of this value before and after an axis."""
+    # Nothing is padded where nothing is missing: pad makes a new array, which the backward would
+    # save besides the other.
+    if not before and not after:
+        return a
+    widths = [(0, 0)] * a.ndim
+    widths[axis] = before, after
+    return jnp.pad(a, widths, constant_values=value)
 
 
 def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:

@@ -74,8 +74,8 @@ def extended(
 ) -> Extended:
     """A layer's cache with new tokens, arrays [B, T, …], at positions from `start` on.
 
-    count: the number of tokens that are no padding; a ring has the others nowhere. window: 0: all
-    tokens are seen; start + T must then not exceed S
+    count: the number of tokens that are no padding; padding is not written to a ring
+    window: 0: all tokens are seen; start + T must then not exceed S
     """
     t, slots = tokens[0].shape[1], cache[0].shape[1]
     pairs = list(zip(cache, tokens, strict=True))

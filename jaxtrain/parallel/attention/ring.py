@@ -56,12 +56,11 @@ def attend(kernel: Kernel, q, k, v, segments=None, scores: Scores = PLAIN) -> ja
 
 class _Residuals(NamedTuple):
     """The arrays of `attend` that its backward reads, on a device's own heads: its queries, keys
-    and values, the sinks [1, 1, N], and the output and log-sum-exp over the keys of all devices."""
+    and values, and the output and log-sum-exp over the keys of all devices, with the sinks."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    sinks: jax.Array | None
     out: jax.Array
     lse: jax.Array
 
@@ -76,22 +75,19 @@ class _Keys(NamedTuple):
 
 
 def _attend(kernel, q, k, v, segments, scores):
-    # third dimension: heads, as of the other arrays
-    i, sinks_11N = lax.axis_index(CONTEXT), jax.tree.map(lambda a: a[None, None], scores.sinks)
-    scores = dataclasses.replace(scores, sinks=None)
-    forward = functools.partial(_forward, kernel)
-    out, lse = by_heads(forward, (q, k, v, sinks_11N), (i, segments, scores))
+    same = lax.axis_index(CONTEXT), segments, dataclasses.replace(scores, sinks=None)
+    out, lse = by_heads(functools.partial(_forward, kernel), (q, k, v), same)
+    out, lse = with_sinks(out, lse, scores.sinks)
     out = out.astype(v.dtype)
-    return out, (_Residuals(q, k, v, sinks_11N, out, lse), segments, scores)
+    return out, (_Residuals(q, k, v, out, lse), segments, scores)
 
 
 def _attend_backward(kernel, saved, g):
     residuals, segments, scores = saved
-    backward = functools.partial(_backward, kernel)
-    same = lax.axis_index(CONTEXT), segments, scores
-    *gradients, of_sinks = by_heads(backward, (residuals, g), same)
+    same = lax.axis_index(CONTEXT), segments, dataclasses.replace(scores, sinks=None)
+    gradients = by_heads(functools.partial(_backward, kernel), (residuals, g), same)
     of_arrays = (d.astype(a.dtype) for d, a in zip(gradients, residuals[:3], strict=True))
-    of_sinks = jax.tree.map(lambda a: a[0, 0], of_sinks)
+    of_sinks = gradient_of_sinks(scores.sinks, g, residuals.out, residuals.lse)
     return *of_arrays, None, dataclasses.replace(scores, sinks=of_sinks)
 
 
@@ -143,7 +139,7 @@ def _inputs(q, keys: _Keys, sight: Sight, segments, scores: Scores) -> Inputs:
     return Inputs(q, keys.k, keys.v, sight, pair, scores=scores)
 
 
-def _forward(kernel: Kernel, q, k, v, sinks, i, segments, scores: Scores):
+def _forward(kernel: Kernel, q, k, v, i, segments, scores: Scores):
     """Output [B, T, N, V] and log-sum-exp [B, T, N], float32. i: this device's index"""
 
     # In float32, since the outputs of all steps are added up before they are rounded.
@@ -158,14 +154,12 @@ def _forward(kernel: Kernel, q, k, v, sinks, i, segments, scores: Scores):
         share, step_share = jnp.exp(lse - total), jnp.exp(step_lse - total)
         return out * share[..., None] + step_out * step_share[..., None], total
 
-    out, lse = _around(_Keys(k, v, segments), functools.partial(attend_to, OWN), merge)
-    return with_sinks(out, lse, None if sinks is None else sinks[0, 0])
+    return _around(_Keys(k, v, segments), functools.partial(attend_to, OWN), merge)
 
 
 def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments, scores: Scores):
-    """Gradients of queries, keys, values and sinks: float32, or keys' and values' in their own
-    types."""
-    q, k, v, sinks, out, lse = residuals
+    """Gradients of queries, keys and values: float32, or keys' and values' in their own types."""
+    q, k, v, out, lse = residuals
 
     def gradients(sight: Sight, keys: _Keys):
         inputs = _inputs(q, keys, sight, segments, scores)
@@ -184,6 +178,4 @@ def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments, scores: Sco
         # the message's bytes.
         by_keys = jax.tree.map(lambda d, a: d.astype(a.dtype), by_keys, _Keys(k, v))
     dk, dv, _ = _next(by_keys)  # one more step, and they are at the device that has the keys
-    sinks_N = None if sinks is None else sinks[0, 0]
-    of_sinks = jax.tree.map(lambda a: a[None, None], gradient_of_sinks(sinks_N, g, out, lse))
-    return dq, dk, dv, of_sinks
+    return dq, dk, dv

@@ -55,6 +55,7 @@ from jaxtrain.parallel.attention.flash import (
     Kernel,
     Scores,
     delta,
+    padded,
 )
 
 LANES = STEP  # numbers in a row of a TPU's registers: blocks are multiples of it
@@ -82,8 +83,8 @@ class _BlockPairs:
     key_tokens:    keys of a sequence
     segments:      as of flash.Inputs
     window:        as of Sight
-    first_key:     the first query's own key, counted from that of this sequence; None where queries
-                   are in several chunks
+    own_block:     the block of keys that has the first query's own, if queries are in one chunk and
+                   there is a window: then a block meets only those that its window may reach
     """
 
     queries: int
@@ -93,54 +94,51 @@ class _BlockPairs:
     key_tokens: int
     segments: tuple[jax.Array, jax.Array] | None
     window: int = 0
-    first_key: int | None = None
-
-    @property
-    def _own_block(self) -> int:
-        """The block of keys of the first block of queries, where there is a window."""
-        return (self.first_key or 0) // self.keys
+    own_block: int | None = None
 
     @property
     def _starts_B(self) -> jax.Array:
         return jnp.arange(self.run_BXY.shape[0], dtype=jnp.int32)
 
-    @property
-    def _positions(self) -> jax.Array:
-        """int32 [B · T]: the last key that a query sees, counted through the batch."""
-        return (self._starts_B[:, None] * self.key_tokens + self.last_T).reshape(-1)
-
     def by_queries(self) -> mask_info.MaskInfo:
         """For kernels that go through the keys for a block of queries: steps [1, B · X, Y]."""
-        b, x, y = self.run_BXY.shape
-        run_BXS, begin_X = self._steps(
-            self.run_BXY, self._own_block - window_steps(self.window, self.keys) + 1
-        )
-        run = run_BXS.reshape(b * x, -1)
-        following, lowest = _next_of(run, (self._starts_B[:, None] * y + begin_X).reshape(-1))
+        lowest_block = (self.own_block or 0) - window_steps(self.window, self.keys) + 1
+        run, following, lowest = self._steps(self.run_BXY, lowest_block)
         # the next block of queries, or the lowest one of the next head
         after = jnp.roll(lowest, -1)[:, None]
-        return self._info(run, jnp.where(following < 0, after, following), b * y)
+        return self._info(run, jnp.where(following < 0, after, following), self.run_BXY.shape[2])
 
     def by_keys(self) -> mask_info.MaskInfo:
         """For the kernel that goes through the queries for a block of keys: steps [1, X, B · Y]."""
-        b, x, y = self.run_BXY.shape
-        run_BYS, begin_Y = self._steps(self.run_BXY.transpose(0, 2, 1), -self._own_block)
-        run = run_BYS.reshape(b * y, -1)
-        following, lowest = _next_of(run, (self._starts_B[:, None] * x + begin_Y).reshape(-1))
+        run, following, lowest = self._steps(
+            self.run_BXY.transpose(0, 2, 1), -(self.own_block or 0)
+        )
         # the same for the next head
-        return self._info(run.T, jnp.where(following < 0, lowest[:, None], following).T, b * x)
+        next_block = jnp.where(following < 0, lowest[:, None], following)
+        return self._info(run.T, next_block.T, self.run_BXY.shape[1])
 
-    def _steps(self, run: jax.Array, offset: int) -> tuple[jax.Array, jax.Array]:
-        """(run of the steps of each block [B, blocks, steps], the block of the other kind that its
-        first step is with [blocks]). Without a window these are all blocks, else those that it may
-        reach, from `offset` after the block's own number on."""
-        blocks, others = run.shape[1:]
-        if self.first_key is None:
-            return run, jnp.zeros(blocks, jnp.int32)
-        count = min(others, window_steps(self.window, self.keys))
-        begin = jnp.clip(jnp.arange(blocks, dtype=jnp.int32) + offset, 0, others - count)
-        of_steps = (begin[:, None] + jnp.arange(count))[None]
-        return jnp.take_along_axis(run, of_steps, 2), begin
+    def _steps(self, run: jax.Array, offset: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The steps of each block, one for each block of the other kind, or, with `own_block`, for
+        those that its window may reach: from `offset` after the block's own number on.
+
+        run: bool [B, blocks, other blocks]
+
+        Returns run of the steps, [B · blocks, steps]; of each step, the other block of the earliest
+        step from it on that is run, −1 for none; of each block, the other block of its earliest
+        step that is run, or of its last one for none. Other blocks are counted through the batch.
+        """
+        batch, blocks, others = run.shape
+        steps, begin = others, jnp.zeros(blocks, jnp.int32)
+        if self.own_block is not None:
+            steps = min(others, window_steps(self.window, self.keys))
+            begin = jnp.clip(jnp.arange(blocks, dtype=jnp.int32) + offset, 0, others - steps)
+            run = jnp.take_along_axis(run, (begin[:, None] + jnp.arange(steps))[None], 2)
+        run = run.reshape(batch * blocks, steps)
+        start = (self._starts_B[:, None] * others + begin).reshape(-1)
+        # A minimum from the right: at each step the number of the next one that is run.
+        at = lax.cummin(jnp.where(run, jnp.arange(steps, dtype=jnp.int32), steps), 1, reverse=True)
+        following = jnp.where(at < steps, at + start[:, None], -1)
+        return run, following, start + jnp.minimum(at[:, 0], steps - 1)
 
     def with_keys(self, start: int, end: int) -> "_BlockPairs":
         """The pairs with keys from `start` to `end`, multiples of a block."""
@@ -150,28 +148,21 @@ class _BlockPairs:
             run_BXY=self.run_BXY[:, :, start // self.keys : end // self.keys],
             key_tokens=end - start,
             segments=self.segments and (self.segments[0], self.segments[1][:, start:end]),
-            first_key=None if self.first_key is None else self.first_key - start,
+            own_block=None if self.own_block is None else self.own_block - start // self.keys,
         )
 
     def _info(self, run, following, blocks: int) -> mask_info.MaskInfo:
-        """The arrays that the kernel reads before its steps."""
+        """The arrays that the kernel reads before its steps. blocks: of a sequence, those that the
+        steps fetch"""
+        blocks *= len(self.run_BXY)
         # The smallest integers that hold the numbers: scalar memory is small, and a long batch has
         # a number for each pair of blocks.
         small = jnp.int8 if blocks <= 1 << 7 else jnp.int16 if blocks <= 1 << 15 else jnp.int32
-        positions: Any = self._positions
+        # of each query [B · T]: the last key that it sees, counted through the batch
+        positions: Any = (self._starts_B[:, None] * self.key_tokens + self.last_T).reshape(-1)
         return mask_info.MaskInfo(
             following[None].astype(small), None, run[None].astype(jnp.int8), None, positions
         )
-
-
-def _next_of(run: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(of each step of bool [rows, steps], the earliest step from it on in its row that is run, −1
-    for none; of each row, its earliest step that is run, or its last one for none). Steps count
-    from block `start` [rows] on."""
-    # A minimum from the right: at each step the number of the next one that is run.
-    steps = run.shape[1]
-    at = lax.cummin(jnp.where(run, jnp.arange(steps, dtype=jnp.int32), steps), 1, reverse=True)
-    return jnp.where(at < steps, at + start[:, None], -1), start + jnp.minimum(at[:, 0], steps - 1)
 
 
 def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPairs:
@@ -181,13 +172,14 @@ def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPai
     # A query of chunk c sees keys up to full_chunks[c] · chunk − 1, and with the diagonal as many
     # more as its position in the chunk + 1.
     chunk, window = tokens // len(full_chunks), sight.window
-    first_key = keys - tokens if window and len(full_chunks) == 1 else None
+    is_one_window = window > 0 and len(full_chunks) == 1
+    first_key = keys - tokens if is_one_window else 0  # the first query's own
     by_query = jnp.arange(chunk, dtype=jnp.int32) if sight.diagonal else jnp.full(chunk, -1)
     last_T = (full_chunks[:, None] * chunk + by_query).reshape(-1) + (
-        (first_key or 0) if sight.start is None else sight.start
+        first_key if sight.start is None else sight.start
     )
     if window:
-        x = y = window_block_size(chunk, window, min(most_queries, most_keys))
+        x = y = window_block_size(chunk, window)
     else:
         x, y = block_size(chunk, most_queries), block_size(keys, most_keys)
     begins_Y, last_XQ = jnp.arange(keys // y) * y, last_T.reshape(-1, x)
@@ -203,7 +195,8 @@ def _block_pairs(inputs: Inputs, most_queries: int, most_keys: int) -> _BlockPai
         # overlap share no document.
         earliest = of_queries.min(-1)[:, :, None] <= of_keys.max(-1)[:, None]
         run_BXY &= earliest & (of_queries.max(-1)[:, :, None] >= of_keys.min(-1)[:, None])
-    return _BlockPairs(x, y, last_T, run_BXY, keys, segments, window, first_key)
+    own_block = first_key // y if is_one_window else None
+    return _BlockPairs(x, y, last_T, run_BXY, keys, segments, window, own_block)
 
 
 def _to_kernel(a_BTNH: jax.Array) -> jax.Array:
@@ -229,9 +222,9 @@ def _with_entire_blocks(inputs: Inputs) -> Inputs:
     if not sight.window:
         return inputs
     missing = filled_up(q.shape[1], k.shape[1], sight.window) - k.shape[1]
-    fill = lambda a: jnp.pad(a, ((0, 0), (missing, 0), *((0, 0),) * (a.ndim - 2)))
-    pair = segments and (segments[0], fill(segments[1]))
-    return inputs._replace(k=fill(k), v=fill(v), segments=pair) if missing else inputs
+    k, v = (padded(a, 1, missing) for a in (k, v))
+    segments = segments and (segments[0], padded(segments[1], 1, missing))
+    return inputs._replace(k=k, v=v, segments=segments)
 
 
 def _segment_ids(segments) -> splash.SegmentIds | None:

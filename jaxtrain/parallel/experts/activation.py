@@ -117,7 +117,8 @@ _activated.defvjp(
 class Bias(NamedTuple):
     """The biases [E, F] of a matrix of each expert, float32, and how rows get them.
 
-    gates: weights of rows, […], that multiply the biases, where these are not split; None: 1
+    gates: the weights [rows] that rows were multiplied with before the matrix, and biases are now;
+           None if they were not
     sizes: rows of each expert; None if all have the same number
     """
 
@@ -148,18 +149,18 @@ def _biased(rows, bias: Bias, mean_rows: int, split: bool):
             return x + (added * gates[0][:, None].astype(x.dtype) if gates else added)
 
         flat = rows.reshape(-1, rows.shape[-1])
-        y = on_rows(add, mean_rows, number, flat, experts, *_flat_gates(bias))
+        y = on_rows(add, mean_rows, number, flat, experts, *jax.tree.leaves(bias.gates))
         return y.reshape(rows.shape)
 
     return over_model(run, (PART, _specs(bias, split)), PART)(rows, bias), bias
 
 
 def bias_gradient(mean_rows: int, split: bool, bias: Bias, g: jax.Array) -> Bias:
-    """The gradient of a bias by that of `biased`'s result, without one of its sizes."""
+    """The gradient of a bias, by the gradient g of `biased`'s result. Sizes have none."""
 
     def run(g, bias: Bias):
         experts, number = _experts_of_rows(bias, g[0])
-        flat, gates = g.reshape(-1, g.shape[-1]), _flat_gates(bias)
+        flat, gates = g.reshape(-1, g.shape[-1]), jax.tree.leaves(bias.gates)
 
         def by_values(counts, g, expert, *gates):
             weighed = g * gates[0][:, None].astype(g.dtype) if gates else g
@@ -174,26 +175,22 @@ def bias_gradient(mean_rows: int, split: bool, bias: Bias, g: jax.Array) -> Bias
         values = sum_over_rows(by_values, mean_rows, number, flat, experts, *gates)
         if not gates:
             return Bias(values)
-        of_rows = on_rows(by_gates, mean_rows, number, flat, experts)
-        return Bias(values, of_rows.reshape(gates_shape))
+        return Bias(values, on_rows(by_gates, mean_rows, number, flat, experts))
 
-    gates_shape = None if bias.gates is None else bias.gates.shape
     specs = _specs(bias, split)
     result: Bias = over_model(run, (PART, specs), specs._replace(sizes=None))(g, bias)
     return result
 
 
-biased.defvjp(_biased, lambda *args: (args[-1], bias_gradient(*args)))
+biased.defvjp(
+    _biased, lambda mean_rows, split, bias, g: (g, bias_gradient(mean_rows, split, bias, g))
+)
 
 
 def _specs(bias: Bias, split: bool) -> Bias:
     """What `model` splits of biases, in the form in which over_model takes it."""
     gates, sizes = (None if a is None else REPLICATED for a in bias[1:])
     return Bias(P(None, MODEL) if split else REPLICATED, gates, sizes)
-
-
-def _flat_gates(bias: Bias) -> list[jax.Array]:
-    return [] if bias.gates is None else [bias.gates.reshape(-1)]
 
 
 def _experts_of_rows(bias: Bias, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
