@@ -267,14 +267,6 @@ class Placement:
         units = zip(ends, self.sizes, strict=True)
         return [tuple(kinds[end - size : end]) for end, size in units]
 
-    def counts(self, local_unit: int) -> list[int]:
-        """The layers of the unit on each stage that has it; 0 is possible."""
-        return [
-            self.layer_count(local_unit, stage)
-            for stage in range(self.stages)
-            if self.unit_at(local_unit, stage) is not None
-        ]
-
     def stack(self, local_unit: int, stage: int, form: str = "") -> list[int]:
         """The layers of a form in a stage's unit, in the order of its stacked array."""
         layers = self.layers_of(local_unit, stage)

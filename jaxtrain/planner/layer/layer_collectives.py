@@ -381,17 +381,19 @@ class LayerOpCollectives(ExpertCollectives):
         m, shards, again = self.model, self.layout.context, self.layout.makes_again(ATTENTION)
         # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
         # more, W the results.
-        selective = self.layout.remat == SELECTIVE
-        if op == "W" and (again or not (selective and self.settings.parallel.context == "ulysses")):
+        selective, context = self.layout.remat == SELECTIVE, self.settings.parallel.context
+        if op == "W" and (again or not (selective and context == "ulysses")):
             return []
-        queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
-        reached = kernels.reach(self.settings.parallel.context, shards, m.sequence, m.window)
-        if self.settings.ours and reached == kernels.NEIGHBOURS:
+        # Our own layers with a window have their neighbours' tokens, or all, whatever is set.
+        if self.settings.ours and context != "ulysses":
+            context = kernels.reach(context, shards, m.sequence, m.window)
+        if context == kernels.NEIGHBOURS:
             return self._from_neighbours(op, reuses)
+        queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
         key = float(self.tokens * m.score_dim)
         value = float(self.tokens * m.value_head_dim) or key
         sizes = [heads * key, heads * value]
-        if self.settings.parallel.context == "ring":
+        if context == "ring":
             several = self.layout.stage > 1
             # as XLA's CPU backend sends to the next device of a stage
             kind, parts = (EXCHANGE, shards) if self.cpu and several else (PERMUTE, 1)
@@ -406,7 +408,7 @@ class LayerOpCollectives(ExpertCollectives):
                 for numbers, times in messages
                 for n in numbers
             ]
-        if self.settings.parallel.context == "all_gather":
+        if context == "all_gather":
             arrays = sizes if self.settings.ours else [(key + value) * heads]
             gathered = [shards * n * self.item for n in arrays]
             scattered = gathered if op == "B" and self.settings.ours else []

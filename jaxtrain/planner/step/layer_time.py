@@ -135,8 +135,8 @@ class LayerWork(StepPart):
         peak = hardware.peak(self.settings.precision.compute)
         blocks, windowed = self._window_blocks, 0 < model.window < model.sequence
         seconds = flops * blocks / peak
-        mixing = 2.0 * self.tokens * model.layer().mixing / (layout.model * hardware.attention[0])
-        mixing /= peak
+        mixed = 2.0 * self.tokens * model.layer().mixing / layout.model
+        mixing = mixed / (peak * hardware.attention[0])
         if self.settings.fused_attention:
             forward, backward = (0.5 * seconds / reached for reached in hardware.attention)
             return forward + mixing, self.settings.attention_backward * backward + 2 * mixing, 0.0

@@ -290,7 +290,7 @@ def _pooled(step: StepModel, remat: str = "") -> dict[LayerBytes, list[str]]:
     return pooled
 
 
-def transposed_pools(step: StepModel, slots: SlotCounts, kinds: Sequence[str] = ("",)) -> float:
+def transposed_pools(step: StepModel, slots: SlotCounts, kinds: Sequence[str]) -> float:
     """Bytes of copies where `model` splits layers: XLA transposes arrays of an entire pool before
     an op's loop over layers. kinds: whose layers have the pool
 
