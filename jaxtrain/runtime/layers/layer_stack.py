@@ -176,6 +176,15 @@ class LayerStack:
         return self._collectives.zero.reduces_in_last
 
     @property
+    def _reduces_late(self) -> bool:
+        """True if an op that reduces gradients reduces, in each trip, those of the layer before."""
+        # So the layer that runs first is peeled, which every stage must have.
+        first = {of_stage[0].label if of_stage else None for of_stage in self.trips}
+        start_alike = len(first) == 1 and None not in first
+        can_wait = start_alike and not self._has_forms and not self._single
+        return can_wait and self._collectives.reduce_late
+
+    @property
     def saves_in_f(self) -> bool:
         """True if F saves residuals or inputs of some layers, though R recomputes some."""
         return self.saves_inputs or any(not each.recomputed for each in self.ranges)
@@ -357,11 +366,7 @@ class LayerStack:
 
     def reduced_gradient(self, params, sums, shards, extra, pools: Pools, slots: TickSlots) -> Any:
         """`shards` with `sums` + the gradients of the parameters, reduced over `data`."""
-        op = LayerOp.WEIGHT_GRADIENT
-        # Late, each trip reduces the total of the layer before. So the first layer is peeled, which
-        # every stage must have.
-        can_wait = _start_alike(self.trips) and not self._has_forms and not self._single
-        late = can_wait and self._collectives.reduce_late
+        op, late = LayerOp.WEIGHT_GRADIENT, self._reduces_late
 
         def with_reduced(shards, total, form: str, row: LayerNumber):
             reduced = self._collectives.of_form(form).reduced(total)
@@ -415,9 +420,8 @@ class LayerStack:
     def gradients(self, params, sums, extra, saved, g: jax.Array) -> tuple[Any, jax.Array]:
         """Returns (`sums` + the gradients of the parameters, the gradient of the unit's input),
         from what `output_saving` has saved."""
-        op, reduces = LayerOp.BACKWARD, self._collectives.zero.reduces_in_ops
-        late = reduces and self._collectives.reduce_late
-        late = late and not self._has_forms and not self._single
+        op = LayerOp.BACKWARD
+        late = self._collectives.zero.reduces_in_ops and self._reduces_late
 
         def body(layers: LayerRange, i: LayerIndex, p, carry):
             g, sums, *waiting = carry  # waiting: the gradients of the layer before, where late
@@ -451,11 +455,6 @@ def of_form(tree, form: str) -> Any:
 def with_form(tree, form: str, part) -> Any:
     """The tree with this part of a form."""
     return {**tree, form: part} if form else part
-
-
-def _start_alike(trips: Sequence[list[Trip]]) -> bool:
-    """True if all stages have a first layer, of one range."""
-    return all(trips) and len({of_stage[0].label for of_stage in trips}) == 1
 
 
 def pools_of(pools: Pools, names: Iterable[str]) -> Pools:
