@@ -98,7 +98,8 @@ def pool_arrays(
 
 
 def _arrays_of(split: LayerSplit | RecomputedLayer) -> tuple:
-    """What the arrays are that a layer leaves for a later op, to be compared with another's."""
+    """The shapes, types and places of the arrays that a layer leaves for a later op: layers in
+    which these are equal can share slots."""
     shapes = [(a.shape, a.dtype) for a in jax.tree.leaves(split.residuals)]
     places = jax.tree.leaves(split.on_host)
     if isinstance(split, RecomputedLayer):

@@ -89,7 +89,7 @@ class LayerRange:
         return self.residual_b, self.pool
 
     def has(self, kinds: Sequence[str], number: int) -> bool:
-        """Whether layer `number` of a unit is in it. kinds: of the unit's layers"""
+        """True if layer `number` of a unit is in it. kinds: of the unit's layers"""
         end = len(kinds) if self.end is None else self.end
         return self.begin <= number < end and kinds[number] == self.kind
 
