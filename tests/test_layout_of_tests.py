@@ -52,7 +52,6 @@ GROUPED = {
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
     "planner/step/planned_op_times.py": "pipeline/test_setup.py",
     "planner/layer/layer.py": "planner/layer/test_layer_trace.py",
-    "planner/layer/model.py": "planner/layer/test_layer_trace.py",
     "data/reading/bad_records.py": "data/test_records.py",
     "data/reading/json_text.py": "data/test_records.py",
     "data/corpus_writer.py": "data/test_tokens.py",
