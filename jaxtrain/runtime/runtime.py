@@ -237,12 +237,7 @@ class Runtime:
 
     @functools.cached_property
     def _parameters(self) -> ParameterPlan:
-        # a unit has the forms of which some stage has a layer there
-        spec, forms = self.parts.specs["layer"], self.placement.forms_of_unit
-        layers = {
-            unit: {form: spec[form] for form in forms(int(unit))} if self.placement.forms else spec
-            for unit in self.reductions["layers"]
-        }
+        layers = self.placement.of_units(self.parts.specs["layer"])
         return ParameterPlan(
             ModelTree(**self.parts.ends, layers=layers),
             ModelTree(**self.reductions),

@@ -289,6 +289,13 @@ class Placement:
         used = {self.forms[i] for i in layers}
         return tuple(form for form in dict.fromkeys(self.forms) if form in used)
 
+    def of_units(self, layer: dict) -> dict[str, dict]:
+        """Local unit → the part of `layer` for its stacks, {form: part}; `layer` itself where all
+        layers are of one form."""
+        of_forms = lambda unit: {form: layer[form] for form in self.forms_of_unit(unit)}
+        units = range(self.units_per_stage)
+        return {str(unit): of_forms(unit) if self.forms else layer for unit in units}
+
     def stack_size(self, local_unit: int, form: str = "") -> int:
         """The layers in the stacked array of these units: the most that a stage has."""
         return max(len(self.stack(local_unit, stage, form)) for stage in range(self.stages))

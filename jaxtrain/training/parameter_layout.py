@@ -146,14 +146,7 @@ class ParameterLayout:
     @property
     def specs(self) -> dict:
         """A Spec for each parameter; for a stack, the Spec of one layer."""
-        layer, units = self.parts.specs["layer"], range(self.placement.units_per_stage)
-        stacks: dict[str, dict] = {str(unit): layer for unit in units}
-        if self.placement.forms:
-            stacks = {
-                str(unit): {form: layer[form] for form in self.placement.forms_of_unit(unit)}
-                for unit in units
-            }
-        return {**self.parts.ends, "layers": stacks}
+        return {**self.parts.ends, "layers": self.placement.of_units(self.parts.specs["layer"])}
 
     @property
     def stacks(self) -> list[StackName]:

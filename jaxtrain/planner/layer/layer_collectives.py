@@ -441,8 +441,7 @@ class LayerOpCollectives(ExpertCollectives):
         for hop in range(1, -(-(m.window - 1) // chunk) + 1):
             tokens = min(chunk, m.window - 1 - (hop - 1) * chunk) * self.layout.microbatch
             ways = 2 + (hop > 1)  # up, down, and over the middle of the sequence
-            sizes = [parts * tokens * n for n in sent]
-            collectives += [Collective(kind, (CONTEXT,), size, ways) for size in sizes]
+            collectives += alike(kind, CONTEXT, [parts * tokens * n for n in sent], ways)
         return collectives
 
     def document_ids(self, op: str) -> list[Collective]:
