@@ -300,11 +300,6 @@ class ModelParts:
         layers = sum(count(self.layer_specs(kind)) for kind in stacked_kinds(self.cfg))
         return count(self.ends) + layers
 
-    @property
-    def forms(self) -> tuple[str, ...]:
-        """The forms of the stacked layers; ("",) where all are of one."""
-        return tuple(dict.fromkeys(forms_of_kinds(self.cfg).values()))
-
     def layer_specs(self, kind: str) -> dict:
         """The specifications of one layer of a kind, outside of the dense layers before all
         others."""
