@@ -42,8 +42,8 @@ HOMES = (
     "jaxtrain.config",
     "jaxtrain.config.recipes",
     "jaxtrain.run.exit_status",
-    "jaxtrain.models.own_module",
     "jaxtrain.api",
+    "jaxtrain.models.own_module",
 )
 __all__ = [
     "CheckpointConfig",

@@ -191,8 +191,8 @@ def test_other_flags():
         ),
         (
             ["--config.model.biases=true"],
-            "model.biases=('true',) names 'true', which is none of qkv, out, mlp, router, norm: "
-            "use --config.model.biases=",
+            "model.biases=('true',) names 'true', which is none of qkv, out, mlp, router, norm, "
+            "experts: use --config.model.biases=",
         ),
         (
             ["--config.data.loss_mask=(1,)"],

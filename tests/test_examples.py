@@ -9,7 +9,7 @@ import pytest
 # module → the functions and classes that have an example
 EXAMPLES = {
     "config.errors": "ConfigError",
-    "config.paths": "fields flags_of get replace",
+    "config.paths": "entry_of fields flags_of get replace",
     "config.recipes": "find_recipe load_recipe",
     "config.rules.mesh_rules": "on_mesh",
     "config.states": "Config Config.resolve",

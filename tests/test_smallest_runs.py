@@ -97,6 +97,10 @@ RUNS = {
     "benchmarks/cpu_step.py": Smallest(
         ["--layouts=data8", "--steps=1", f"--json={HERE}/steps.json", "--", *MODEL], ("\ndata8 ",)
     ),
+    "benchmarks/windows.py": Smallest(
+        ["--tokens=64", "--batch=1", "--heads=2", "--kv_heads=1", "--size=8", "--windows=16"],
+        ("\nwindow    16: ",),
+    ),
     "benchmarks/diloco.py": Smallest(
         [
             "--steps=1",

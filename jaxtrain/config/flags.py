@@ -481,6 +481,11 @@ def _two_columns(entries: Sequence[tuple[str, str]]) -> list[str]:
     """Lines with each name on the left and its text, wrapped, on the right."""
     width = max(len(name) for name, _ in entries)
     return [
-        textwrap.fill(f"    {name:{width}}  {text}", WIDTH, subsequent_indent=" " * (width + 6))
+        textwrap.fill(
+            f"    {name:{width}}  {text}",
+            WIDTH,
+            subsequent_indent=" " * (width + 6),
+            break_on_hyphens=False,
+        )
         for name, text in entries
     ]

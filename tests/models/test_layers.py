@@ -74,7 +74,7 @@ def test_mlp(activation, biases):
     assert (gate is None) == (activation == "gelu")
     if activation == "swiglu":
         hidden = gate / (1 + np.exp(-gate)) * up
-    elif activation == "clamped_swiglu":  # openai/gpt-oss, torch/model.py: swiglu
+    elif activation == "clamped_swiglu":  # swiglu of openai/gpt-oss
         assert (gate > 1.5).any() and (np.abs(up) > 1.5).any()
         gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
         hidden = gate / (1 + np.exp(-cfg.activation_alpha * gate)) * (up + 1)

@@ -56,7 +56,7 @@ def sigmoid(x):
 
 def hidden_of(cfg, up, gate):
     """The hidden layer of gated MLPs, by the formulas of their papers."""
-    if cfg.activation == "clamped_swiglu":  # openai/gpt-oss, torch/model.py: swiglu
+    if cfg.activation == "clamped_swiglu":  # swiglu of openai/gpt-oss
         gate = np.minimum(gate, cfg.activation_limit)
         up = np.clip(up, -cfg.activation_limit, cfg.activation_limit)
         return gate * sigmoid(cfg.activation_alpha * gate) * (up + 1)

@@ -25,7 +25,7 @@ class ModelConfig:
     kinds: tuple[str, ...] = setting(
         (),
         "settings of layers of one kind, each as KIND.SETTING=VALUE, or as a flag of its own: "
-        "--config.model.kinds.window.rotary_base=10000; a kind of another name than those of "
+        "model.kinds.window.rotary_base=10000; a kind of another name than those of "
         "model.pattern has the model's settings but for these",
     )
     window: int = setting(
