@@ -46,6 +46,7 @@ from jaxtrain.config import (
     StoredConfig,
     UsageError,
     flag_text,
+    models_of_kinds,
     own_code,
     shown,
 )
@@ -425,18 +426,19 @@ def check_model(model: ResolvedModel, prompt: int, flags: types.SimpleNamespace)
         if free > 0:
             raise UsageError(rule, {"tokens": free})
         raise UsageError(rule, advice=f"a prompt of at most {most} tokens")
-    sizes = {"heads": model.heads} | mlp_widths(model)
+    kinds = models_of_kinds(model).values()
+    sizes = [("heads", m.heads) for m in kinds] + [s for m in kinds for s in mlp_widths(m).items()]
     undivided = [
-        f"does not divide model.{field}={size}"
-        for field, size in sizes.items()
-        if size % flags.model
+        *(f"does not divide model.{field}={size}" for field, size in sizes if size % flags.model),
+        *(
+            f"neither splits model.kv_heads={m.kv_heads} nor shares each evenly"
+            for m in kinds
+            if not kv_heads_fit(m, flags.model)
+        ),
     ]
-    if not kv_heads_fit(model, flags.model):
-        undivided.append(f"neither splits model.kv_heads={model.kv_heads} nor shares each evenly")
     if undivided:
-        works = near(
-            flags.model, [n for n in divisors(math.gcd(*sizes.values())) if kv_heads_fit(model, n)]
-        )
+        fits = lambda n: all(kv_heads_fit(m, n) for m in kinds)
+        works = near(flags.model, filter(fits, divisors(math.gcd(*(n for _, n in sizes)))))
         raise UsageError(
             f"--model={flags.model} {undivided[0]}", {"model": works[0]}, sorted(works[1:5])
         )

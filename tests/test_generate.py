@@ -434,3 +434,13 @@ def test_a_run_is_proposed(tmp_path, monkeypatch, capsys, here):
     assert "use the folder of a training run, such as --workdir=runs/gpt2_124m" in refused(
         capsys, here, "--workdir=runs/gpt2"
     )
+
+
+def test_a_model_is_split_in_layers_of_each_kind():
+    kinds = {"model.pattern": ("full", "odd"), "model.kinds": ("odd.heads=3", "odd.kv_heads=3")}
+    model = configs.replace(small.SMALL, kinds).resolve().model
+    flags = types.SimpleNamespace(tokens=1, model=2)
+    with pytest.raises(
+        configs.UsageError, match="--model=2 does not divide model.heads=3: use .*=1"
+    ):
+        generate.check_model(model, 3, flags)

@@ -15,8 +15,13 @@ from jaxtrain.checkpoint.manifest import STATE
 from jaxtrain.checkpoint.regions import StoredArray, stored_arrays
 from jaxtrain.checkpoint.steps import ArrayShapes, CheckpointError, Meta, trained_group
 from jaxtrain.checkpoint.storage import read_tree
-from jaxtrain.config import FilledConfig, OptimizerConfig, PrecisionConfig, ResolvedModel
-from jaxtrain.config.groups.setting import with_values
+from jaxtrain.config import (
+    FilledConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ResolvedModel,
+    with_values,
+)
 from jaxtrain.devices.mesh import AXES, REPLICA, make_mesh
 from jaxtrain.devices.state_file import is_on_disk
 from jaxtrain.training.parameter_layout import ParameterLayout

@@ -11,6 +11,14 @@ from jaxtrain.config.errors import (
     suggestion,
     value_text,
 )
+from jaxtrain.config.groups.layer_kinds import (
+    forms_of_layers,
+    has_experts,
+    kinds_of_layers,
+    models_of_kinds,
+    of_kind,
+    stacked_kinds,
+)
 from jaxtrain.config.groups.layout_settings import (
     MeshConfig,
     ParallelConfig,
@@ -26,7 +34,7 @@ from jaxtrain.config.groups.run_settings import (
     PrecisionConfig,
     TrainConfig,
 )
-from jaxtrain.config.groups.setting import LARGEST_INT, setting, setting_of
+from jaxtrain.config.groups.setting import LARGEST_INT, setting, setting_of, with_values
 from jaxtrain.config.paths import (
     convert,
     entry_of,
@@ -74,13 +82,18 @@ __all__ = [
     "fields",
     "flag_text",
     "flags_of",
+    "forms_of_layers",
     "from_dict",
     "get",
+    "has_experts",
     "is_choice",
     "item_type",
     "kind_name",
+    "kinds_of_layers",
     "meant",
+    "models_of_kinds",
     "number",
+    "of_kind",
     "one_line",
     "plain_type",
     "replace",
@@ -89,8 +102,10 @@ __all__ = [
     "setting_of",
     "shards_ends",
     "shown",
+    "stacked_kinds",
     "suggestion",
     "to_dict",
     "unknown_field",
     "value_text",
+    "with_values",
 ]

@@ -150,9 +150,8 @@ def _for(platform: str, devices: str) -> KernelRule:
 
 
 def _without_dropout(case: AttentionCase) -> Refusal | None:
-    if case.dropout:
-        return Refusal("drops no weights", ({"model.dropout_attention": 0.0},))
-    return None
+    fixes = ({"model.dropout_attention": 0.0},)
+    return Refusal("drops no weights", fixes) if case.dropout else None
 
 
 def _in_steps(case: AttentionCase) -> Refusal | None:
@@ -332,7 +331,7 @@ def attention_case(
 def backward_of_splash(case: AttentionCase, wanted: str = "auto") -> SplashBackward:
     """The backward of a case that splash takes. wanted: model.attention_backward"""
     parts = case.keys // (2 * case.queries) if case.context == "ring" else 1
-    keys = case.kernel_keys if case.context == NEIGHBOURS else case.keys // parts
+    keys = case.kernel_keys // parts
     if case.window:
         keys = filled_up(case.queries, keys, case.window)
     return splash_backward(wanted, keys, case.key_size, case.value_size)

@@ -25,7 +25,6 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # Recipes and layers lie inside an installed package (pyproject.toml), and beside it in a checkout.
 SHIPPED = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 _DISTRUSTED: set[pathlib.Path] = set()  # folders
-FORM = "FILE.py:NAME or package.module:NAME"
 
 
 class OwnCodeError(ValueError):
@@ -50,7 +49,7 @@ def parts(text: str) -> tuple[str, str]:
     source, _, name = text.rpartition(":")
     is_module = all(part.isidentifier() for part in source.split("."))
     if not name.isidentifier() or not (source.endswith(".py") or is_module):
-        raise OwnCodeError(f"is not {FORM}")
+        raise OwnCodeError("is not FILE.py:NAME or package.module:NAME")
     return source, name
 
 
@@ -121,9 +120,14 @@ def _module_of_file(path: pathlib.Path) -> types.ModuleType:
 
 def _failure(source: str, file: str, error: BaseException) -> OwnCodeError:
     """The error for code that raises one while it is imported, with its last line in the file."""
+    text = one_line(f"{type(error).__name__}: {error}")
+    return OwnCodeError(f"cannot be imported: {source}{line_in(file, error)} raises {text}")
+
+
+def line_in(file: str, error: BaseException) -> str:
+    """ ", line 3,": the last line of a file by which an error has come; "" if it is in other files
+    alone."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
     line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
-    where = f", line {line}," if line else ""
-    text = one_line(f"{type(error).__name__}: {error}")
-    return OwnCodeError(f"cannot be imported: {source}{where} raises {text}")
+    return f", line {line}," if line else ""

@@ -14,13 +14,12 @@ import json
 import os
 import pathlib
 import runpy
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.config import Config, from_dict, to_dict
+from jaxtrain.config import Config, from_dict, get, replace, to_dict
 from jaxtrain.config.errors import UsageError, cut, nearly
-from jaxtrain.config.own_code import SHIPPED
+from jaxtrain.config.own_code import SHIPPED, line_in
 
 DEFAULT_RECIPE = "tiny"
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
@@ -190,11 +189,8 @@ def load_recipe(recipe: str | pathlib.Path) -> Config:
         get_config = runpy.run_path(str(path), run_name=f"recipe_{path.stem}").get("get_config")
         config = get_config() if callable(get_config) else None
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
-        where = f", line {line}," if line else ""
-        raise RecipeError(f"{name}{where} raises {type(error).__name__}: {error}") from None
+        place = name + line_in(str(path), error)
+        raise RecipeError(f"{place} raises {type(error).__name__}: {error}") from None
     if not callable(get_config):
         raise RecipeError(
             f"{name} defines no function get_config(), which returns a jaxtrain.config.Config"
@@ -213,7 +209,6 @@ def load_recipe(recipe: str | pathlib.Path) -> Config:
 def _with_code_beside(folder: pathlib.Path, config: Config) -> Config:
     """The config of a recipe in this folder. Files of its user's own code (own_code.py) that lie
     there, and not in the current folder, have their full paths."""
-    model, train, optimizer = config.model, config.train, config.optimizer
 
     def found(text: str) -> str:
         source, _, name = text.rpartition(":")
@@ -225,14 +220,6 @@ def _with_code_beside(folder: pathlib.Path, config: Config) -> Config:
         setting, equals, value = text.partition("=")
         return setting + equals + found(value)
 
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            model,
-            block=found(model.block),
-            mixer=found(model.mixer),
-            kinds=tuple(map(entry, model.kinds)),
-        ),
-        train=dataclasses.replace(train, loss=found(train.loss)),
-        optimizer=dataclasses.replace(optimizer, name=found(optimizer.name)),
-    )
+    names = ("model.block", "model.mixer", "train.loss", "optimizer.name")
+    changes: dict[str, Any] = {path: found(get(config, path)) for path in names}
+    return replace(config, changes | {"model.kinds": tuple(map(entry, config.model.kinds))})

@@ -4,8 +4,7 @@ names the values where they are made. Standard library only."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtrain.config import ModelConfig, PipelineConfig
-from jaxtrain.config.groups.layer_kinds import models_of_kinds
+from jaxtrain.config import ModelConfig, PipelineConfig, models_of_kinds
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 
 
@@ -118,5 +117,5 @@ def saved_with(pipeline: PipelineConfig, remat: str) -> tuple[str, ...]:
 
 def saved_values(model: ModelConfig) -> tuple[str, ...]:
     """The names of the values that a model's layers have, whatever their kind."""
-    kinds = models_of_kinds(model)
+    kinds = models_of_kinds(model).values()
     return tuple(name for name, value in SAVED_VALUES.items() if any(map(value.exists, kinds)))

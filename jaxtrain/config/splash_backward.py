@@ -15,7 +15,7 @@ import dataclasses
 
 STEP = 128  # tokens: a TPU's registers have so many lanes, and blocks are multiples of it
 MOST = 1024  # tokens of a block
-WINDOW_WORK = 1.3
+WINDOW_WORK = 1.3  # scores of the blocks of a window over those of the window, at most
 SUM_BYTES = 8 << 20
 FUSED, TWO_KERNELS = "fused", "two_kernels"
 

@@ -273,11 +273,11 @@ class RotaryPositions(TableEntry):
             field = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
             raise fields.refuse(field, "is not supported: transformers has no such scaling here")
         rotated = {} if head is None else {"rotary_dim": int(head * rope.part)}
-        return {"positions": "rotary", "rotary_base": rope.base} | rope.scaling | rotated
+        return rope.settings | rotated
 
     def write(self, model: cfg.ResolvedModel, length: int) -> Settings:
         # kinds without rotary positions, or without attention, have no say
-        models = models_of_kinds(model)
+        models = models_of_kinds(model).values()
         rotary = (each for each in models if each.positions == "rotary" and not each.mixer)
         model = next(rotary, model)
         if self.part is None:

@@ -127,8 +127,9 @@ def open_weights(published: Published, config: FilledConfig) -> PublishedWeights
     folder, model = SafetensorsFolder(published.folder), config.model
     # each layer and each expert has tensors of its own: no more of them are laid out
     family = published.family
-    joined = family.joins_experts
-    least = sum(1 if joined else max(place.model.experts, 1) for place in layers_of(model))
+    least = sum(
+        1 if family.joins_experts else max(place.model.experts, 1) for place in layers_of(model)
+    )
     if (count := len([*folder])) < least:
         experts = f" of {model.experts} experts" * (model.experts > 0)
         raise HfError(

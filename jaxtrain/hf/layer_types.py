@@ -14,7 +14,7 @@ from jaxtrain.config.groups.layer_kinds import BUILTIN, kinds_of_layers, of_kind
 from jaxtrain.config.rules.model_rules import OF_EXPERTS
 from jaxtrain.hf.entries import RotaryPositions, SettingField, TableEntry
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.rope_parameters import Settings, read_ropes, rope_settings, write_rope
+from jaxtrain.hf.rope_parameters import Settings, read_ropes, write_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # The settings of a model without any experts.
@@ -74,11 +74,11 @@ class Windows(TableEntry):
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         switch = fields.require("use_sliding_window", [False, True] if self.switched else [False])
-        window = fields.integer("sliding_window", self.window, null=0)
-        window = window if switch or not self.switched else 0
+        is_on = switch or not self.switched
+        window = fields.integer("sliding_window", self.window, null=0) * is_on
         types = self._types(fields, settings["layers"], bool(window))
         if SLIDING in types and not window:
-            field = "sliding_window" if switch or not self.switched else "use_sliding_window"
+            field = "sliding_window" if is_on else "use_sliding_window"
             raise fields.refuse(field, f'gives no window, and layer_types has "{SLIDING}"')
         kinds = ["window" if kind == SLIDING else self.full for kind in types]
         return settings_of(kinds, window if SLIDING in types else 0)
@@ -127,10 +127,10 @@ class RotaryByType(RotaryPositions):
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         bases = {FULL: ("rope_theta", self.base), SLIDING: (self.local_field, self.local)}
-        full, local = map(rope_settings, read_ropes(fields, bases, self.longest).values())
-        rotary = {"positions": "rotary"}
+        ropes = read_ropes(fields, bases, self.longest)
+        full, local = ropes[FULL].settings, ropes[SLIDING].settings
         if not settings["pattern"]:
-            return rotary | (local if settings["window"] else full)
+            return local if settings["window"] else full
         names = [*full, *local] if "rope_scaling" in local else ["rotary_base", "rope_scaling"]
         value = lambda rope, name: rope.get(name, getattr(ModelConfig(), name))
         kinds = (
@@ -138,7 +138,7 @@ class RotaryByType(RotaryPositions):
             for name in dict.fromkeys(names)
             if value(local, name) != value(full, name)
         )
-        return rotary | full | {"kinds": tuple(kinds)}
+        return full | {"kinds": tuple(kinds)}
 
     def write(self, model: ResolvedModel, length: int) -> Settings:
         layers = models_of_layers(model)
@@ -172,7 +172,8 @@ class DenseLayers(SettingField):
 
     def write(self, model: ResolvedModel, length: int) -> Settings:
         layers = model.dense_layers + model.layers
-        dense = model.dense_layers if model.experts else layers
+        # prediction modules are layers behind all others, whose number decides, too
+        dense = model.dense_layers if model.experts else layers + model.mtp_depth
         return {"num_hidden_layers": layers, self.field: dense}
 
 
@@ -207,17 +208,18 @@ class SparseLayers(TableEntry):
 
 
 def _with_dense_layers(settings: Settings, dense: Sequence[int]) -> Settings:
-    """The pattern and the kinds of a model with experts in all layers but `dense`."""
+    """The pattern and the kinds of a model with experts in all layers but `dense`: these are of
+    kind "dense", or where layers differ otherwise, of a kind such as "full_dense"."""
     alone = "mixer" if settings.get("mixer") else "window" if settings["window"] else "full"
     pattern = settings["pattern"] or (alone,)
     kinds = [pattern[n % len(pattern)] for n in range(settings["layers"])]
-    changes = dict.fromkeys(settings.get("kinds", ()))
+    without_experts = {kind: f"{kind}_dense" if settings["pattern"] else "dense" for kind in kinds}
+    changes = tuple(
+        f"{without_experts[kind]}.{setting}={value_text(value)}"
+        for kind in dict.fromkeys(kinds[n] for n in dense)
+        if settings["pattern"]
+        for setting, value in {**BUILTIN[kind], "experts": 0}.items()
+    )
     for n in dense:
-        if not settings["pattern"]:
-            kinds[n] = "dense"
-            continue
-        name = f"{kinds[n]}_dense"
-        for setting, value in ({**BUILTIN[kinds[n]], "experts": 0}).items():
-            changes[f"{name}.{setting}={value_text(value)}"] = None
-        kinds[n] = name
-    return {"pattern": pattern_of(kinds), "kinds": tuple(changes)}
+        kinds[n] = without_experts[kinds[n]]
+    return {"pattern": pattern_of(kinds), "kinds": changes}

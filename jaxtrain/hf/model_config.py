@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config.groups.layer_kinds import OF_MODEL, kinds_of_layers, of_kind
+from jaxtrain.config.groups.layer_kinds import OF_MODEL
 from jaxtrain.config.rules import checks, unused
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.families.family import Family
 from jaxtrain.hf.fields import WITHOUT_EFFECT, Fields, HfError
+from jaxtrain.hf.layer_types import models_of_layers
 from jaxtrain.hf.quantization import read_quantization
 
 # Settings of the model that do not change what it computes: they are free in an import, and an
@@ -103,9 +104,7 @@ def differing(a: cfg.ModelConfig, b: cfg.ModelConfig) -> Iterator[str]:
     configs = [cfg.Config(model=model).fill() for model in (a, b)]
     unused_in_both = set.intersection(*map(unused.without_use, configs))
     models = [config.model for config in configs]
-    pairs = list(
-        zip(*([of_kind(model, kind) for kind in kinds_of_layers(model)] for model in models))
-    )
+    pairs = list(zip(*map(models_of_layers, models)))
     for name in (field.name for field in dataclasses.fields(cfg.ModelConfig)):
         if name in FREE or name in ("pattern", "kinds") or f"model.{name}" in unused_in_both:
             continue

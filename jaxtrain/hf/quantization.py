@@ -13,7 +13,6 @@ of 4 bits (E2M1), the first one in its lower half, and a factor is a power of tw
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,15 +27,15 @@ WITHOUT_EFFECT = ("modules_to_not_convert", "dequantize")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6] + [-0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E8M0_BIAS, NUMBERS = 127, 32  # of a factor, and of a block of mxfp4
 
-BlockSize = tuple[int, int]
 Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """Matrices of float8 with factors for blocks of rows and columns. words: for people"""
+    """Matrices [out, in] of float8 with factors for blocks of rows and columns. words: for
+    people"""
 
-    block: BlockSize
+    block: tuple[int, int]
     words: str = "float8 matrices"
 
     def parts(
@@ -51,12 +50,19 @@ class Float8:
             return {}
         if len(shape) != 2:
             raise HfError(f"{folder.place(name)} is no matrix, and only these have blocks")
-        return {name: (shape, FP8), name + SUFFIX: (scales_shape(shape, self.block), "F32")}
+        scales = tuple(math.ceil(size / part) for size, part in zip(shape, self.block, strict=True))
+        return {name: (shape, FP8), name + SUFFIX: (scales, "F32")}
 
     def read(self, folder: SafetensorsFolder, name: str, region: TensorRegion) -> np.ndarray:
         """The float32 numbers of a region of a quantised tensor."""
-        scales = folder.read(name + SUFFIX, scales_region(region, self.block))
-        return dequantized(folder.read(name, region), scales, region, self.block)
+        spans = [*zip(region, self.block, strict=True)]
+        of_scales = [range(s.start // part, math.ceil(s.stop / part)) for s, part in spans]
+        scales = folder.read(name + SUFFIX, of_scales)
+        rows, columns = (np.asarray(s) // part - s.start // part for s, part in spans)
+        numbers = folder.read(name, region).astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
+            numbers *= scales[rows][:, columns]
+        return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,33 +131,3 @@ def _float8(inner: Fields) -> Float8:
     ):
         raise inner.refuse("weight_block_size", "is no size of blocks, such as [128, 128]")
     return Float8((block[0], block[1]))
-
-
-def scales_shape(shape: Sequence[int], block: BlockSize) -> tuple[int, ...]:
-    """The shape of the factors of a weight [out, in]."""
-    return tuple(math.ceil(size / part) for size, part in zip(shape, block, strict=True))
-
-
-def scales_region(region: Sequence[range], block: BlockSize) -> tuple[range, ...]:
-    """The region of the factors that a region of the weight needs."""
-    return tuple(
-        range(span.start // part, math.ceil(span.stop / part))
-        for span, part in zip(region, block, strict=True)
-    )
-
-
-def dequantized(
-    weight: np.ndarray, scales: np.ndarray, region: Sequence[range], block: BlockSize
-) -> np.ndarray:
-    """The float32 numbers of a region [rows, columns] of a weight.
-
-    scales: those of `scales_region`
-    """
-    rows, columns = (
-        np.asarray(span) // part - span.start // part
-        for span, part in zip(region, block, strict=True)
-    )
-    numbers = weight.astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
-        numbers *= scales[rows][:, columns]
-    return numbers

@@ -69,10 +69,10 @@ class Rope:
     part: float
     scaling: Settings
 
-
-def rope_settings(rope: Rope) -> Settings:
-    """The settings of a model that rotates all of a head."""
-    return {"rotary_base": rope.base} | rope.scaling
+    @property
+    def settings(self) -> Settings:
+        """The settings of a model that rotates all of a head."""
+        return {"positions": "rotary", "rotary_base": self.base} | self.scaling
 
 
 def read_ropes(
@@ -88,9 +88,8 @@ def read_ropes(
 
     Raises HfError as `read_rope`.
     """
-    older = [field for field, _ in bases.values() if field]
     shared = ("max_position_embeddings", "partial_rotary_factor", LENGTH)
-    fields.pass_over("rope_scaling", *older, *shared)
+    fields.pass_over("rope_scaling", *(field for field, _ in bases.values() if field), *shared)
     nested = fields.value("rope_parameters", None) or {}
     if not isinstance(nested, dict):
         raise fields.refuse("rope_parameters", "is no object")

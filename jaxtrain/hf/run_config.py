@@ -98,6 +98,12 @@ def read_published(folder: pathlib.Path) -> Published:
         notes.append(f"{INDEX} is left out: {SINGLE} beside it is read, as in transformers")
     if (folder / ADAPTER).exists():
         notes.append(f"{ADAPTER} is left out: the model beside it is read without its adapter")
+    with contextlib.suppress(HfError):  # without tensors, which a plan does not need
+        notes += [
+            f"{beginning}* is left out: the model has no part for these tensors"
+            for beginning in family.unread
+            if any(name.startswith(beginning) for name in SafetensorsFolder(folder))
+        ]
     published = Published(
         folder,
         place,

@@ -108,7 +108,7 @@ class Attention(nnx.Module):
         return (CacheArray(shape, ("batch", axis, "kv_heads", None), dtype),) * 2
 
     def cached(self, x_BTD, positions_BT, cache, start, count):
-        """As of generation/decode.py."""
+        """Returns (the output [B, T, D], the cache with these tokens), for generation/decode.py."""
         q, k, v, gate = self.project(x_BTD, positions_BT)
         extended = kv_cache.extended(cache, (k, v), start, count, self.settings.window)
         y = attend_cached(q, extended, start, self.settings, self._sinks_N)

@@ -104,7 +104,7 @@ class LatentAttention(nnx.Module):
         return (CacheArray(shape, ("batch", axis, None), dtype),)
 
     def cached(self, x_BTD, positions_BT, cache, start, count):
-        """As of generation/decode.py."""
+        """Returns (the output [B, T, D], the cache with these tokens), for generation/decode.py."""
         q, latent_BTC, key_BTR = self.project(x_BTD, positions_BT)
         new_BTK = jnp.concatenate([gather_sequence(latent_BTC), key_BTR], -1)
         extended = kv_cache.extended(cache, (new_BTK,), start, count, self.settings.window)

@@ -213,19 +213,14 @@ def named(name: str, x):
     return x if x is None else mapped(lambda a: checkpoint_name(a, name), x)
 
 
-def gelu(up: jax.Array) -> jax.Array:
-    """The tanh form, as in GPT-2."""
-    return jax.nn.gelu(up, approximate=True)
-
-
-def swiglu(up: jax.Array, gate: jax.Array) -> jax.Array:
-    """Shazeer 2020 (arXiv:2002.05202)."""
-    return jax.nn.silu(gate) * up
-
-
-def geglu(up: jax.Array, gate: jax.Array) -> jax.Array:
-    """Shazeer 2020 (arXiv:2002.05202), with GELU's tanh form, as in Gemma."""
-    return gelu(gate) * up
+# Elementwise functions of an MLP's first products, `up` and where it has one `gate`. GELU has its
+# tanh form, as in GPT-2 and Gemma; the gated ones are of Shazeer 2020 (arXiv:2002.05202).
+gelu = functools.partial(jax.nn.gelu, approximate=True)
+ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
+    "gelu": gelu,
+    "geglu": lambda up, gate: gelu(gate) * up,
+    "swiglu": lambda up, gate: jax.nn.silu(gate) * up,
+}
 
 
 def clamped_swiglu(alpha: float, limit: float, up: jax.Array, gate: jax.Array) -> jax.Array:
@@ -238,12 +233,10 @@ def clamped_swiglu(alpha: float, limit: float, up: jax.Array, gate: jax.Array) -
 
 
 def activation_of(cfg: ResolvedModel) -> Callable[..., jax.Array]:
-    """The elementwise function from an MLP's first products, `up` and where it has one `gate`, to
-    its hidden layer."""
+    """The function from an MLP's first products to its hidden layer, as in ACTIVATIONS."""
     if cfg.activation == "clamped_swiglu":
         return functools.partial(clamped_swiglu, cfg.activation_alpha, cfg.activation_limit)
-    functions: dict[str, Callable] = {"gelu": gelu, "swiglu": swiglu, "geglu": geglu}
-    return functions[cfg.activation]
+    return ACTIVATIONS[cfg.activation]
 
 
 class MLP(nnx.Module):

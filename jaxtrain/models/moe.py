@@ -10,8 +10,6 @@ which file has what.
 Shape suffixes: B batch, T tokens, K choices of a token, D width, E experts, F columns of an expert.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -162,7 +160,7 @@ class Router(nnx.Module):
         return loss / self.batch_size
 
 
-class Biases(nnx.Module):
+class ExpertBiases(nnx.Module):
     """The biases of an MLP of so many columns, or with `experts` of one for each expert."""
 
     def __init__(self, cfg: ResolvedModel, columns: int, experts: int = 0):
@@ -171,23 +169,10 @@ class Biases(nnx.Module):
         self.up, self.down = vectors(columns, "mlp"), vectors(cfg.width, "width")
         self.gate = vectors(columns, "mlp") if cfg.is_gated else None
 
-    def before(self, products: Sequence[jax.Array], sizes, mean_rows: int) -> list[jax.Array]:
-        """The first products of the MLPs, up and gate, with their biases. sizes, mean_rows: as of
-        `_inner`"""
-        vectors = (v for v in (self.up, self.gate) if v is not None)
-        return [
-            biased(y, Bias(_of_experts(v), sizes=sizes), mean_rows, True)
-            for y, v in zip(products, vectors, strict=True)
-        ]
 
-    def after(self, gates: jax.Array | None, sizes=None) -> Bias:
-        """The bias of the last product of rows with these weights."""
-        return Bias(_of_experts(self.down), gates, sizes)
-
-
-def _of_experts(vectors: Parameter) -> jax.Array:
-    """Biases [E, F], or [F] of all shared experts as of one."""
-    return vectors[...].reshape(-1, vectors.shape[-1])
+def _bias(vectors: Parameter, gates: jax.Array | None = None, sizes=None) -> Bias:
+    """The biases [E, F], or [F] of all shared experts as of one, of rows with these weights."""
+    return Bias(vectors[...].reshape(-1, vectors.shape[-1]), gates, sizes)
 
 
 class MoE(nnx.Module):
@@ -215,8 +200,8 @@ class MoE(nnx.Module):
         by_token = Spec((d, 1), ("width", "expert"), std=cfg.init_std)
         self.shared_weight = parameter(by_token) if shared and cfg.shared_gate else None
         self.activation = activation_of(cfg)
-        self.biases = Biases(cfg, f, cfg.experts) if "experts" in cfg.biases else None
-        self.shared_biases = Biases(cfg, shared) if shared and "mlp" in cfg.biases else None
+        self.biases = ExpertBiases(cfg, f, cfg.experts) if "experts" in cfg.biases else None
+        self.shared_biases = ExpertBiases(cfg, shared) if shared and "mlp" in cfg.biases else None
 
     def __call__(self, x_BTD, drops: bool = True) -> jax.Array:
         """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` no choice of an
@@ -259,14 +244,14 @@ class MoE(nnx.Module):
         inner = _inner(received, self.up, self.gate, self.biases, routing.sizes, mean_rows)
         hidden = activated(self.activation, inner, gates, routing.sizes, mean_rows)
         hidden = named(MLP_HIDDEN, hidden)
-        bias = None if self.biases is None else self.biases.after(gates, routing.sizes)
+        bias = None if self.biases is None else _bias(self.biases.down, gates, routing.sizes)
         down = _matrices(self.down, hidden)
         y_MBTD = products.product_combined(hidden, down, bias, routing, spec)
         if shared_hidden is not None and self.shared_down is not None:
             down = _matrices(self.shared_down, shared_hidden)
             shared = products.product(shared_hidden, down, None, products.ROWS)
             if self.shared_biases is not None:
-                shared = biased(shared, self.shared_biases.after(shared_gates), 0, False)
+                shared = biased(shared, _bias(self.shared_biases.down, shared_gates), 0, False)
             y_MBTD += shared.reshape(y_MBTD.shape)
         return exchange_group.collect(y_MBTD)
 
@@ -282,7 +267,7 @@ def _inner(
     x,
     up: Parameter,
     gate: Parameter | None,
-    biases: Biases | None,
+    biases: ExpertBiases | None,
     sizes=None,
     mean_rows: int = 0,
 ) -> list[jax.Array]:
@@ -297,5 +282,6 @@ def _inner(
         weights = _matrices(up, x), _matrices(gate, x)
         results = [*products.two_products(x, *weights, sizes, mean_rows)]
     if biases is not None:
-        results = biases.before(results, sizes, mean_rows)
+        add = lambda y, vectors: biased(y, _bias(vectors, sizes=sizes), mean_rows, True)
+        results = [*map(add, results, (biases.up, biases.gate))]
     return [named(MLP_IN, y) for y in results]

@@ -16,19 +16,20 @@ import dataclasses
 import functools
 import inspect
 import os
-import traceback
+import re
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 from jaxtrain.config import ResolvedModel
 from jaxtrain.config.errors import cut, nearly, one_line
-from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
-from jaxtrain.config.own_code import OwnCodeError, digest, load
+from jaxtrain.config.groups.layer_kinds import models_of_kinds
+from jaxtrain.config.own_code import OwnCodeError, digest, line_in, load
 from jaxtrain.devices.mesh import MODEL
 from jaxtrain.devices.sharding import RULES, constrain
 from jaxtrain.models.layers import (
@@ -47,7 +48,7 @@ from jaxtrain.parallel.tensor import flat
 # Names of a parameter's dimensions: those that every device has in full, or `model` splits. Others
 # belong to the batch, the pipeline or experts, whose collectives a layer would have to write.
 REPLICATED = "latent"
-AXES = tuple(name for name in "width heads kv_heads mlp latent position".split() if name in RULES)
+AXES = ("width", "heads", "kv_heads", "mlp", "latent", "position")
 # flax's own metadata for the names of an array's dimensions, by version
 NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
 
@@ -96,19 +97,17 @@ class Constructor:
         named = next((metadata[key] for key in NAMES_OF_AXES if metadata.get(key)), None)
         # The rule for a parameter that names none: every device of `model` has all of it.
         usual = tuple("width" if size == self.width else REPLICATED for size in array.shape)
-        axes = usual if named is None else tuple(named)
-        axes = tuple(axis or REPLICATED for axis in axes)
+        axes = tuple(axis or REPLICATED for axis in named or usual)
         if len(axes) != len(array.shape):
             raise OwnCodeError(
                 f"has a parameter {name} of shape {array.shape} with {len(axes)} axes, {axes}"
             )
-        for axis in axes:
-            if axis not in AXES:
-                near = nearly(axis, AXES, 0.6)
-                known = f"{near}?" if near else f"they are {', '.join(AXES)}"
-                raise OwnCodeError(
-                    f"has a parameter {name} with the unknown axis {axis!r} ({known})"
-                )
+        if unknown := [axis for axis in axes if axis not in AXES]:
+            near = nearly(str(unknown[0]), AXES, 0.6)
+            known = f"{near}?" if near else f"they are {', '.join(AXES)}"
+            raise OwnCodeError(
+                f"has a parameter {name} with the unknown axis {unknown[0]!r} ({known})"
+            )
         if [MODEL in RULES[axis] for axis in axes].count(True) > 1:
             raise OwnCodeError(
                 f"has a parameter {name} with axes {axes}, and mesh.model can split one of them"
@@ -137,13 +136,8 @@ class OwnModule(nnx.Module):
 
     def __init__(self, cfg: ResolvedModel):
         self.construct = constructor_of(cfg)
-        tree: dict[str, Any] = {}
-        for path, spec in self.construct.specs.items():
-            folder = tree
-            for name in path[:-1]:
-                folder = folder.setdefault(name, {})
-            folder[path[-1]] = parameter(spec)
-        self.own = _as_modules(tree)
+        of_paths = {path: parameter(spec) for path, spec in self.construct.specs.items()}
+        self.own = _as_modules(traverse_util.unflatten_dict(of_paths))
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D]. noise_BT: of dropout, which is no part of the module"""
@@ -206,7 +200,14 @@ def product(x_BTI: jax.Array, weight_IO: nnx.Param) -> jax.Array:
 
 
 class SettingsError(OwnCodeError):
-    """A fault of `model.block_settings`, to be read after it and its value."""
+    """A fault of `model.block_settings`, to be read after it and its value.
+
+    nearest: the settings with the nearest name that is known; () where there is none
+    """
+
+    def __init__(self, fault: str, nearest: tuple[str, ...] = ()):
+        self.nearest = nearest
+        super().__init__(fault)
 
 
 def constructor_of(cfg: ResolvedModel) -> Constructor:
@@ -222,8 +223,7 @@ def own_layers(model: ResolvedModel) -> dict[str, Constructor]:
     """The settings of layers of one's own in a model, each with its value, and the constructors.
     Raises OwnCodeError."""
     found = {}
-    for kind in dict.fromkeys(kinds_of_layers(model)):
-        of_layer = of_kind(model, kind)
+    for of_layer in models_of_kinds(model).values():
         name = "block" if of_layer.block else "mixer"
         if text := getattr(of_layer, name):
             found[f"model.{name}={text}"] = constructor_of(of_layer)
@@ -260,10 +260,9 @@ def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
     have defaults; without one, by the arguments of its constructor."""
     record: Any = getattr(cls, "Settings", None)
     constructor: Any = record or inspect.getattr_static(cls, "__init__")
-    hints, known = (
-        typing.get_type_hints(constructor),
-        dict(inspect.signature(constructor).parameters),
-    )
+    with errors_of(cls, "has annotations that cannot be read"):
+        hints = typing.get_type_hints(constructor)
+    known = dict(inspect.signature(constructor).parameters)
     if not record:  # (self, width, …)
         known = {name: each for name, each in [*known.items()][2:] if name != "rngs"}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -276,7 +275,9 @@ def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
         if name not in known and not takes_any:
             near = nearly(name, known, 0.6)
             others = f"{near}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise SettingsError(f"has {setting}, which {cls.__name__} does not know ({others})")
+            fault = f"has {setting}, which {cls.__name__} does not know ({others})"
+            instead = (f"{near}={value}" if each == text else each for each in texts)
+            raise SettingsError(fault, tuple(instead) if near else ())
         try:
             default = known[name].default if name in known else inspect.Parameter.empty
             values[name] = _value(value, hints.get(name, type(default)))
@@ -289,17 +290,23 @@ def _settings(cls: type, texts: Sequence[str]) -> dict[str, Any]:
     if not record:
         return values
     try:
-        return dict(vars(record(**values)))
-    except ValueError as error:
-        raise SettingsError(f"is refused by {cls.__name__}: {one_line(str(error))}") from None
+        checked = record(**values)
+    except Exception as error:
+        rule = one_line(str(error)) or type(error).__name__
+        raise SettingsError(f"is refused by {cls.__name__}: {rule}") from None
+    return {each.name: getattr(checked, each.name) for each in dataclasses.fields(checked)}
 
 
 def _value(text: str, kind: Any) -> Any:
-    """The value of a text by the type of its setting. Raises ValueError("no int")."""
-    kinds = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
-    if typing.get_origin(kind) is tuple:
-        return tuple(_value(part, kinds[0]) for part in text.split("+") if part)
-    kind = kinds[0] if kinds else kind
+    """The value of a text by the type of its setting, which of a union is the first one. Raises
+    ValueError("no int")."""
+    inner = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
+    outer = typing.get_origin(kind) or kind
+    if outer in (typing.Union, types.UnionType):
+        return _value(text, inner[0])
+    if outer in (tuple, list):
+        item = inner[0] if inner else str
+        return outer(_value(part, item) for part in re.split("[+,]", text) if part)
     try:
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]
@@ -317,8 +324,7 @@ def errors_of(cls: type, fails: str) -> Iterator[None]:
         raise
     except Exception as error:
         file = inspect.getfile(cls)
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == file]
-        where = f"{os.path.basename(file)}, line {lines[-1]}, raises " if lines else ""
+        line = line_in(file, error)
+        where = f"{os.path.basename(file)}{line} raises " if line else ""
         text = str(error).strip().partition("\n")[0]
         raise OwnCodeError(f"{fails}: {where}{type(error).__name__}: {cut(text)}") from None

@@ -158,11 +158,11 @@ class Block(nnx.Module):
         return x_BTD + dropout(y_BTD, AFTER_MLP, self.dropout, noise_BT)
 
     def cache_arrays(self, batch: int, slots: int, dtype):
-        """As of generation/decode.py."""
+        """The arrays of attention's cache (generation/decode.py)."""
         return self.attention.cache_arrays(batch, slots, dtype)
 
     def cached(self, x_BTD, positions_BT, cache, start, count):
-        """As of generation/decode.py."""
+        """Returns (the output [B, T, D], the cache with these tokens), for generation/decode.py."""
 
         def attend(y_BTD):
             nonlocal cache

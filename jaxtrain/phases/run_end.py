@@ -8,6 +8,7 @@ from etils import epath
 
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import ResolvedConfig
+from jaxtrain.config.own_code import OwnCodeError
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.generation.sampling import Sampler, Sampling
@@ -43,7 +44,13 @@ def log_results(
     train = config.train
     if not train.sample_tokens:
         return
-    if without := without_cache(config.model):
+    # The file of a layer of one's own is read again. It may have changed during a long run.
+    try:
+        without = without_cache(config.model)
+    except OwnCodeError as error:
+        cluster.log(f"no sample: a layer {error}")
+        return
+    if without:
         cluster.log(f"no sample: {without} has no `cached` and `cache_arrays`")
         return
     # From the checkpoint, not from the devices: process 0 samples alone, on one device, and holds

@@ -9,8 +9,7 @@ import jax
 from jax.stages import Compiled
 
 from jaxtrain.checkpoint.resuming import StartPoint
-from jaxtrain.config import ResolvedConfig, TrainConfig, kernels
-from jaxtrain.config.groups.layer_kinds import kinds_of_layers, of_kind
+from jaxtrain.config import ResolvedConfig, ResolvedModel, TrainConfig, kernels, models_of_kinds
 from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
 from jaxtrain.devices import cluster, mesh as meshes
@@ -29,14 +28,13 @@ def mebibytes(n: float) -> str:
 
 def _kernels(config: ResolvedConfig, device: kernels.TargetDevice) -> list[str]:
     """Lines about the kernels of the layers; those that are not of all kinds name theirs."""
-    model, kinds_of_line = config.model, dict[str, list[str]]()
-    own = {kind: of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model))}
-    attending = {kind: each for kind, each in own.items() if not (each.block or each.mixer)}
-    for kind, each in attending.items():
+    models, kinds_of_line = models_of_kinds(config.model), dict[str, list[str]]()
+    attending = {kind: each for kind, each in models.items() if not (each.block or each.mixer)}
+    for kind, model in attending.items():
         case = kernels.attention_case(
-            device, each, config.data, config.mesh, config.parallel, config.precision
+            device, model, config.data, config.mesh, config.parallel, config.precision
         )
-        for line in kernels.describe(each, case):
+        for line in kernels.describe(model, case):
             kinds_of_line.setdefault(line, []).append(kind)
     return [
         line if len(kinds) == len(attending) else f"{line} (layers of kind {', '.join(kinds)})"
@@ -71,8 +69,10 @@ def introduction(config: ResolvedConfig, step: Step) -> list[str]:
             f"ZeRO: {unsharded:.0%} of the parameters are unsharded over all {data} devices: "
             f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
         )
-    if m.experts and not m.capacity_factor and config.mesh.expert > 1:
-        lines.append(_expert_capacity(config, step))
+    if config.mesh.expert > 1:
+        routed = (each for each in models_of_kinds(m).values() if each.experts)
+        dropless = (each for each in routed if not each.capacity_factor)
+        lines += dict.fromkeys(_expert_capacity(config, each, step) for each in dropless)
     lines.append(f"table: {step.setup.describe()}")
     if pools := step.slot_pools():
         total = sum(n * each for n, each in pools.values())
@@ -97,10 +97,10 @@ def introduction(config: ResolvedConfig, step: Step) -> list[str]:
     return lines + plan_at_hand(config, device.device_kind).lines()
 
 
-def _expert_capacity(config: ResolvedConfig, step: Step) -> str:
+def _expert_capacity(config: ResolvedConfig, m: ResolvedModel, step: Step) -> str:
     """A line with the most routed tokens that one device's experts can receive, for experts that
-    are split over `expert`."""
-    m, sizes = config.model, step.mesh.shape
+    are split over `expert`. m: of layers of one kind"""
+    sizes = step.mesh.shape
     sequences = config.sequences_per_microbatch // meshes.batch_shards(sizes)
     tokens = sequences * (config.data.sequence_length // config.mesh.context)
     capacity = device_capacity(

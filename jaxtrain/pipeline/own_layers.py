@@ -29,7 +29,8 @@ def violations(
     try:
         _try(model, precision, tokens, not data.attend_across_documents)
     except SettingsError as error:
-        yield Violation("model.block_settings", str(error))
+        nearest = [{"model.block_settings": error.nearest}] if error.nearest else []
+        yield Violation("model.block_settings", str(error), nearest)
         return
     except OwnCodeError as error:
         yield Violation(path, str(error))

@@ -114,7 +114,7 @@ def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterat
         )
 
 
-def own_layers_work(
+def _own_layers_work(
     model: ResolvedModel, data: DataConfig, mesh: MeshConfig, precision: PrecisionConfig
 ) -> Iterator[Violation]:
     if model.block or model.mixer:
@@ -144,7 +144,7 @@ RULES: tuple[SettingsRule, ...] = (
     _tokenizer_exists,
     _schedule_exists,
     _hardware_is_known,
-    own_layers_work,
+    _own_layers_work,
 )
 # a suggestion has to keep this one too, which may take long
 RULES_WITH_TABLES: tuple[SettingsRule, ...] = (*RULES, tables_can_be_made)

@@ -26,8 +26,8 @@ from jaxtrain.config import (
     PipelineConfig,
     ResolvedConfig,
     ends_with_layers,
+    forms_of_layers,
 )
-from jaxtrain.config.groups.layer_kinds import forms_of_layers, stacked_kinds
 from jaxtrain.config.rules.rules import values_for
 from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of
@@ -79,14 +79,12 @@ class _Candidate:
 class Setup:
     """A step's tables and its placement.
 
-    kinds:  of the layers (config/groups/layer_kinds.py)
     table:  the training table of one step, also with one stage
     shares: for each unit its fraction of a stage's work
     several: the table of `pipeline.steps_per_program` steps; None for one step
     """
 
     placement: Placement
-    kinds: tuple[str, ...]
     table: Table
     times: Times
     shares: tuple[float, ...]
@@ -211,10 +209,10 @@ class _Search:
     def setup(self) -> Setup:
         """The setup of the best table. Raises ConfigError for a schedule that does not fit."""
         pipeline, layers, stages = self.pipeline, self.model.layers, self.stages
-        forms, kinds = forms_of_layers(self.model), stacked_kinds(self.model)
+        forms = forms_of_layers(self.model)
         if stages == 1:
             table = by_name.make_table(TableSpec(ONE_CHUNK, 1, 1, pipeline.microbatches))
-            return Setup(Placement(layers, forms=forms), kinds, table, self.times, (1.0,))
+            return Setup(Placement(layers, forms=forms), table, self.times, (1.0,))
         try:
             memory = pipeline.memory or None
             if pipeline.schedule == "auto" and not memory:
@@ -256,7 +254,7 @@ class _Search:
         self.report("check", 1.0)
         check(best.table)
         placement = Placement(layers, stages, 1, best.table.stage_of, best.sizes, forms)
-        return Setup(placement, kinds, best.table, self.times, best.shares, self._several(best))
+        return Setup(placement, best.table, self.times, best.shares, self._several(best))
 
     def _several(self, best: _Candidate) -> Table | None:
         """The table of `pipeline.steps_per_program` steps; None for one. Raises ConfigError where

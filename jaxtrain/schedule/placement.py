@@ -285,9 +285,8 @@ class Placement:
         all layers are of one form."""
         if not self.forms:
             return ("",)
-        layers = [i for stage in range(self.stages) for i in self.layers_of(local_unit, stage)]
-        used = {self.forms[i] for i in layers}
-        return tuple(form for form in dict.fromkeys(self.forms) if form in used)
+        forms = dict.fromkeys(self.forms)
+        return tuple(form for form in forms if self.stack_size(local_unit, form))
 
     def of_units(self, layer: dict) -> dict[str, dict]:
         """Local unit → the part of `layer` for its stacks, {form: part}; `layer` itself where all

@@ -1,7 +1,8 @@
 """The parameters' initial values: the same numbers on every mesh and placement.
 
     random_keys      on the host, a key for each parameter of each layer, from seed, name and layer
-    initial_values   inside jit, the values from the keys; each device draws its own shards alone
+    with_own_values  on one device, the values that modules of the user's own draw by their keys
+    initial_values   inside jit, all values from the keys; each device draws its own shards alone
 
 A name is the same for all local units and forms of layers, and the layer is its number in the
 model. So a layer has the same key wherever a placement puts it, and whatever other layers are.
@@ -30,12 +31,11 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
     # On the host: as a part of the program of the values they would take as long to compile as it.
     def keys_of(path: tuple, s: Spec) -> np.ndarray:
         layers, stack = _layers(layout, path), layout.stack_of(path)
-        # Without the unit and the form. crc32, as Python's own hash of a text differs between
-        # processes.
-        in_layer = path[3:] if stack and stack.form else path[2:]
-        # A module of the user's own draws all of its parameters by one key.
-        in_layer = in_layer if s.init is None else ()
+        # Without the unit and the form; and without the names in a module of the user's own, which
+        # draws all of its parameters by one key.
+        in_layer = () if s.init else path[3 if stack and stack.form else 2 :]
         text = jax.tree_util.keystr((*path[: 1 if stack else 2], *in_layer))
+        # Python's own hash of a text differs between processes.
         name = zlib.crc32(text.encode())
         keys = [
             np.random.SeedSequence([seed, name, int(layer), *use]).generate_state(2)

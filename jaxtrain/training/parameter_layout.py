@@ -33,8 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxtrain.config import OptimizerConfig, PrecisionConfig, ResolvedModel
-from jaxtrain.config.groups.layer_kinds import forms_of_layers
+from jaxtrain.config import OptimizerConfig, PrecisionConfig, ResolvedModel, forms_of_layers
 from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.devices import host_memory

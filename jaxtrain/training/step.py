@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered, Wrapped
 
-from jaxtrain.config import ConfigError, DataConfig, ParallelConfig, ResolvedConfig
+from jaxtrain.config import ConfigError, DataConfig, ParallelConfig, ResolvedConfig, has_experts
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import host_memory
@@ -318,7 +318,7 @@ def _compiler_options(runtime: Runtime, setup: Setup, changes: tuple[str, ...]) 
     """XLA's options for the programs of a step, by what it does. changes:
     `parallel.compiler_options`"""
     sizes, table = runtime.mesh.shape, setup.table
-    gathers, experts = runtime.zero.gathers_in_ops, runtime.parts.cfg.experts > 0
+    gathers, experts = runtime.zero.gathers_in_ops, has_experts(runtime.parts.cfg)
     # Most options help one kind of program and harm others (devices/compiler_options.py has the
     # reasons), so each goes by what this step does.
     does = {

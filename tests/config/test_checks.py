@@ -294,15 +294,23 @@ def test_recipe_has_its_published_size(name, published, devices):
     checks.check_devices(config, devices)
 
 
-def test_a_kernel_of_other_devices():
-    config = cfg.replace(BASE, {"model.attention_kernel": "cudnn"})
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({"model.attention_kernel": "cudnn"}, ": use --config.model.attention_kernel=auto"),
+        (
+            {"model.kinds": ("far.attention_kernel=cudnn",), "model.pattern": ("full", "far")},
+            " (in layers of kind far): use --config.model.kinds=far.attention_kernel=auto",
+        ),
+    ],
+)
+def test_a_kernel_of_other_devices(changes, end):
+    config = cfg.replace(BASE, changes)
     assert checks.check_devices(config, 8, "gpu").mesh.data == 2
     with pytest.raises(ConfigError) as raised:
         checks.check_devices(config, 8, "cpu")
-    assert str(raised.value).endswith(
-        "is for NVIDIA GPUs, and the devices here are of platform 'cpu': use "
-        "--config.model.attention_kernel=auto"
-    )
+    rule = "is for NVIDIA GPUs, and the devices here are of platform 'cpu'"
+    assert str(raised.value).endswith(rule + end)
 
 
 def test_tiny_runs_on_eight_devices():

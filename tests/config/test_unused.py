@@ -21,6 +21,17 @@ def test_a_setting_without_a_use_is_a_note(changes, note):
     assert unused_settings(cfg.replace(BASE, {"mesh.data": 2})) == []
 
 
+def test_a_kind_without_a_setting_of_the_model_has_no_note():
+    kinds = {
+        "model.pattern": ("window", "far"),
+        "model.window": 8,
+        "model.kinds": ("far.window=0",),
+    }
+    config = cfg.replace(BASE, {"mesh.data": 2} | kinds)
+    checks.check(config)
+    assert unused_settings(config) == []
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.py")))
 def test_a_recipe_as_it_is_shipped_has_no_notes(name):
     assert unused_settings(filled(load_recipe(find_recipe(name)), 2048)) == []

@@ -17,7 +17,7 @@ from jaxtrain import convert
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.hf import importing
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.model_config import differing
+from jaxtrain.hf.model_config import differing, write_model
 from jaxtrain.hf.run_config import read_published, started_from
 
 CASES = json.loads((pathlib.Path(published.__file__).parent / "published.json").read_text())
@@ -171,6 +171,29 @@ def test_modules_that_are_left_out(tmp_path, capsys, lacking):
     status = run("from_hf", folder, f"--workdir={tmp_path / 'complete'}")
     assert status == (2 if lacking else 0)
     assert not lacking or f"{lacking} is missing" in capsys.readouterr().err
+
+
+def test_modules_without_experts(tmp_path):
+    """Their layers come behind all others, and first_k_dense_replace counts them."""
+    values = GLM | {"first_k_dense_replace": 9}
+    tensors = tensors_of(values)
+    assert f"{MODULE}.mlp.gate_proj.weight" in tensors
+    out = there_and_back(write(tmp_path / "model", tensors, values), tmp_path)
+    assert load_file(out / "model.safetensors").keys() == tensors.keys() and depth(out) == 1
+    written = write_model(Config(model=read_published(out).model).fill().model, None, 8)
+    assert (written["model_type"], written["first_k_dense_replace"]) == ("glm4_moe", 4)
+
+
+def test_tensors_that_a_model_has_no_part_for(tmp_path, capsys):
+    values = CONFIGS["qwen3_next"]
+    tensors, note = tensors_of(values), "note: mtp.* is left out: "
+    there_and_back(write(tmp_path / "model", tensors, values), tmp_path)
+    assert note not in capsys.readouterr().out
+    more = tensors | {"mtp.fc.weight": np.ones((2, 2), np.float32)}
+    (tmp_path / "more").mkdir()
+    out = there_and_back(write(tmp_path / "more" / "model", more, values), tmp_path / "more")
+    assert note in capsys.readouterr().out
+    assert load_file(out / "model.safetensors").keys() == tensors.keys()
 
 
 def test_modules_that_nobody_asked_for(tmp_path):

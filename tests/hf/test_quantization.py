@@ -5,16 +5,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support import safetensors_files
 
 from jaxtrain.hf.fields import Fields, HfError
-from jaxtrain.hf.quantization import (
-    Float8,
-    Mxfp4,
-    dequantized,
-    read_quantization,
-    scales_region,
-    scales_shape,
-)
+from jaxtrain.hf.quantization import Float8, Mxfp4, read_quantization
 from jaxtrain.hf.safetensors_folder import SafetensorsFolder
 
 FP8 = {
@@ -60,10 +54,15 @@ def test_refused_by_name(changes, message):
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (8, 12), (9, 13), (1, 1), (17, 3)], ids=str)
-def test_regions(shape):
-    block, random = (4, 6), np.random.default_rng(0)
+def test_regions(tmp_path, shape):
+    float8, random = Float8((4, 6)), np.random.default_rng(0)
     weight = random.standard_normal(shape).astype(ml_dtypes.float8_e4m3fn)
-    scales = random.random(scales_shape(shape, block), np.float32)
+    scales = random.random((-(-shape[0] // 4), -(-shape[1] // 6)), np.float32)
+    tensors = {"X": weight, "X_scale_inv": scales}
+    safetensors_files.write(tmp_path / "model.safetensors", tensors)
+    folder = SafetensorsFolder(tmp_path)
+    expected_parts = {"X": (shape, "F8_E4M3"), "X_scale_inv": (scales.shape, "F32")}
+    assert float8.parts(folder, "X", shape) == expected_parts
     # the definition, number by number
     expected = np.array(
         [
@@ -76,11 +75,9 @@ def test_regions(shape):
         region = [range(*sorted(random.integers(0, size + 1, 2))) for size in shape]
         if not all(region):
             continue
-        of_scales = tuple(slice(s.start, s.stop) for s in scales_region(region, block))
-        of_weight = tuple(slice(s.start, s.stop) for s in region)
-        numbers = dequantized(weight[of_weight], scales[of_scales], region, block)
+        numbers = float8.read(folder, "X", region)
         assert numbers.dtype == np.float32
-        assert numbers.tobytes() == np.ascontiguousarray(expected[of_weight]).tobytes()
+        assert numbers.tobytes() == np.ascontiguousarray(expected[np.ix_(*region)]).tobytes()
 
 
 def test_any_region_in_4_bits(tmp_path):

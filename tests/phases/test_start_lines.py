@@ -30,6 +30,15 @@ def test_what_zero_cannot_share_out_is_said():
     assert said(8, 3) == said(7, 0) == said(1, 1) == []
 
 
+def test_experts_of_one_kind_have_a_capacity():
+    kinds = {"model.pattern": ("full", "moe"), "model.kinds": ("moe.experts=4",)}
+    config = small.config((1, 1, 1), changes=kinds | {"mesh.expert": 2})
+    lines = introduction(config, make_step(config, small.mesh_of(config)))
+    (line,) = (line for line in lines if line.startswith("experts:"))
+    # each of the two devices may receive all tokens' choices
+    assert line.endswith("2.00 times the mean (the worst case)")
+
+
 def test_kernels_of_each_kind_are_said():
     """A line that is not of all kinds names its own."""
     kinds = {"model.pattern": ("window", "full"), "model.window": 4}

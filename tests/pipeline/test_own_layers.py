@@ -16,8 +16,10 @@ class Good(nnx.Module):
     context = "local"
 
     def __init__(self, width, *, rngs, inner: int = 16, gate: bool = True,
-                 sizes: tuple[int, ...] = (1,), kind: str | None = None):
+                 sizes: tuple[int, ...] = (1,), kind: str | None = None,
+                 ends: tuple[int, ...] | None = None, names=("a",)):
         assert (type(inner), type(gate), {*map(type, sizes)}) == (int, bool, {int})
+        assert ends in (None, (2, 3)) and names in (("a",), ("b", "c"))
         self.w = nnx.Param(jnp.ones((width, inner)), axes=("width", "mlp"))
 
     def __call__(self, x, positions, segments):
@@ -64,12 +66,24 @@ class Even(Good):
             if self.inner % 2:
                 raise ValueError(f"inner={self.inner} is odd")
 
+class Checked(Good):
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Settings:
+        inner: int = 16
+        def __post_init__(self):
+            assert self.inner > 0, "inner is not positive"
+
+class Annotated(Good):
+    def __init__(self, width, *, rngs, size: "Unknown" = 1):
+        pass
+
 Shorter = call(lambda self, x: x[:, 1:])
 Pair = call(lambda self, x: (x, None))
 Float32 = call(lambda self, x: x.astype("float32"))
 Branch = call(branch)
 Axis = parameter(jnp.ones((4, 4)), axes=("width", "mlq"))
 Batch = parameter(jnp.ones((4, 4)), axes=("width", "batch"))
+Joined = parameter(jnp.ones((4, 4)), axes=(("data", "model"), None))
 Axes = parameter(jnp.ones((4, 4)), axes=("width",))
 Twice = parameter(jnp.ones((4, 4)), axes=("mlp", "heads"))
 Integer = parameter(jnp.ones(4, "int32"))
@@ -93,6 +107,7 @@ FAULTS = {
     "Float32": "returns float32 for an input of bfloat16 (precision.compute): end with .astype",
     "Axis": "has a parameter w with the unknown axis 'mlq' (mlp?)",
     "Batch": "has a parameter w with the unknown axis 'batch' (they are width, heads, kv_heads, ",
+    "Joined": "has a parameter w with the unknown axis ('data', 'model') (they are width, heads, ",
     "Axes": "has a parameter w of shape (4, 4) with 1 axes, ('width',)",
     "Twice": "has a parameter w with axes ('mlp', 'heads'), and mesh.model can split one of them",
     "Integer": "has a parameter w of int32, which no optimizer can train: make it an nnx.Variable",
@@ -102,6 +117,7 @@ FAULTS = {
     f"{BRANCH_LINE}, raises TracerBoolConversionError: ",
     "Raises": f"cannot be constructed: layers.py, line {RAISES_LINE}, raises RuntimeError: first",
     "Narrow": "cannot be called with (x, positions, segments): TypeError: ",
+    "Annotated": "has annotations that cannot be read: NameError: name 'Unknown' is not defined",
     "number": "names 3, which is no class of flax.nnx.Module",
     "Absent": "names Absent, which layers.py does not define: it has ",
 }
@@ -116,6 +132,7 @@ SETTINGS = {
     ("Good", "sizes=1+x"): "has model.block_settings.sizes='1+x', which is no int",
     ("Good", "inner"): "has 'inner', which is not NAME=VALUE",
     ("Even", "inner=3"): "is refused by Even: inner=3 is odd",
+    ("Checked", "inner=0"): "is refused by Checked: inner is not positive",
     ("Even", "other=3"): "has model.block_settings.other='3', which Even does not know",
 }
 
@@ -141,8 +158,10 @@ def refusal(**settings) -> ConfigError:
 
 
 def test_a_good_one_has_its_settings(file):
-    for text in ("inner=8", "gate=false", "sizes=1+2", "kind=a"):
+    tuples = ("sizes=1+2", "sizes=1,2", "ends=2+3", "names=b,c")
+    for text in ("inner=8", "gate=false", "kind=a", *tuples):
         check(model__block=f"{file}:Good", model__block_settings=(text,), mesh__model=2)
+    check(model__block=f"{file}:Checked", model__block_settings=("inner=8",))
     check(model__mixer=f"{file}:Good", mesh__context=2)
     check(model__pattern=("full", "block"), model__block=f"{file}:Good")
 
@@ -171,6 +190,16 @@ def test_axes_that_it_does_not_have(file, name):
 def test_settings_are_checked(file, name, text):
     error = refusal(model__block=f"{file}:{name}", model__block_settings=(text,))
     assert error.field == "model.block_settings" and error.rule.startswith(SETTINGS[name, text])
+    # nothing is suggested but a name that is near
+    nearest = ("inner=3",) if text == "iner=3" else None
+    assert error.fixes[0].get("model.block_settings") == nearest
+
+
+def test_a_kind_s_settings_are_mended_in_its_entries(file):
+    kinds = (f"block.block={file}:Good", "block.block_settings.iner=3", "block.heads=2")
+    error = refusal(model__pattern=("full", "block"), model__kinds=kinds)
+    mended = (f"block.block={file}:Good", "block.heads=2", "block.block_settings.inner=3")
+    assert error.fixes[0] == {"model.kinds": mended}
 
 
 def test_a_setting_without_a_default_is_needed(file):

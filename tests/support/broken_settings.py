@@ -92,6 +92,11 @@ RULES = [
                 {"model.experts": 4},
                 "updates parameters by gradients alone, and no counts, unlike model.experts=4",
             ),
+            (
+                {"model.kinds": ("moe.experts=4",), "model.pattern": ("full", "moe")},
+                "updates parameters by gradients alone, and no counts, unlike model.experts=4 (in "
+                "layers of kind moe)",
+            ),
         )
     ),
     (

@@ -45,12 +45,13 @@ SHAPELESS = frozenset(
     "attention_kernel attention_backward activation_alpha activation_limit dropout_residual "
     "dropout_attention norm_epsilon router_scale router_normalize balance_loss z_loss".split()
 )
-# Settings that are filled in by another one: they follow where only that one is changed.
-_FOLLOWS = {
-    "heads": ("kv_heads",),
-    "head_dim": ("rotary_dim", "value_head_dim"),
-    "mlp_width": ("expert_width",),
-}
+# Pairs of settings of which the first fills in the second: that follows where it alone is changed.
+_FOLLOWS = (
+    ("heads", "kv_heads"),
+    ("head_dim", "rotary_dim"),
+    ("head_dim", "value_head_dim"),
+    ("mlp_width", "expert_width"),
+)
 Model = TypeVar("Model", bound=ModelConfig)
 
 
@@ -70,16 +71,15 @@ def kind_names(model: ModelConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stacked_kinds(model)))
 
 
-def models_of_kinds(model: Model) -> list[Model]:
-    """The model of the layers of each kind, those of the dense layers first."""
-    return [of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model))]
+def models_of_kinds(model: Model) -> dict[str, Model]:
+    """Kind → the model of its layers, in the order of the first layer of each, dense ones first."""
+    return {kind: of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model))}
 
 
 @functools.lru_cache(2**10)
 def of_kind(model: Model, kind: str) -> Model:
-    """The model of the layers of one kind: without a pattern, and with the kind's settings.
-
-    Raises ValueError for a kind that is not known, and for an entry of `model.kinds` that is none.
+    """The model of the layers of one kind: without a pattern, and with the kind's settings. Whether
+    there is such a kind is a rule's question (rules/kind_rules.py).
 
     >>> model = ModelConfig(pattern=("window", "full"), window=8, kinds=("full.rotary_base=1e6",))
     >>> of_kind(model, "window").window, of_kind(model, "full").window
@@ -90,22 +90,14 @@ def of_kind(model: Model, kind: str) -> Model:
     if not kind and not model.pattern:
         return model
     changes = changes_of_kind(model, kind)
-    if kind not in BUILTIN and kind not in kinds_with_settings(model):
-        raise ValueError(f"kind {kind!r} is neither of {', '.join(BUILTIN)} nor in model.kinds")
-    if isinstance(model, ResolvedModel):
-        for name, followers in _FOLLOWS.items():
-            for other in followers:
-                if name in changes and getattr(model, other) == getattr(model, name):
-                    changes.setdefault(other, changes[name])
+    if not isinstance(model, ResolvedModel):
+        return dataclasses.replace(model, pattern=(), kinds=(), **changes)
+    for name, follower in _FOLLOWS:
+        if name in changes and getattr(model, follower) == getattr(model, name):
+            changes.setdefault(follower, changes[name])
     changed = dataclasses.replace(model, pattern=(), kinds=(), **changes)
     # defaults that only layers of this kind have, such as the width of experts
-    is_resolved = isinstance(model, ResolvedModel)
-    return cast(Model, changed.resolve(model.max_positions)) if is_resolved else changed
-
-
-def kinds_with_settings(model: ModelConfig) -> frozenset[str]:
-    """The kinds of which `model.kinds` has settings."""
-    return frozenset(entry.partition(".")[0] for entry in model.kinds)
+    return cast(Model, changed.resolve(model.max_positions))
 
 
 @functools.lru_cache(2**10)
@@ -162,9 +154,15 @@ def pattern_of(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(kinds[: next(filter(is_pattern, range(1, len(kinds))), len(kinds))])
 
 
+def has_experts(model: ModelConfig) -> bool:
+    """True if layers of any kind have experts."""
+    return any(each.experts for each in models_of_kinds(model).values())
+
+
 def has_dropout(model: ModelConfig) -> bool:
     """True if training drops numbers of the embeddings, or in layers of any kind."""
-    rates = (m.dropout_residual + m.dropout_attention for m in models_of_kinds(model))
+    kinds = models_of_kinds(model).values()
+    rates = (each.dropout_residual + each.dropout_attention for each in kinds)
     return model.dropout_embedding + max(rates) > 0
 
 
@@ -183,9 +181,10 @@ class KindEntry(NamedTuple):
         default = SETTINGS[self.setting]
         if isinstance(default, tuple):
             return tuple(part for part in re.split("[+,]", self.text) if part)
-        if isinstance(default, bool | str):
-            is_bool = isinstance(default, bool) and self.text.lower() in ("true", "false")
-            return self.text.lower() == "true" if is_bool else self.text
+        if isinstance(default, bool):
+            return {"true": True, "false": False}.get(self.text.lower(), self.text)
+        if isinstance(default, str):
+            return self.text
         try:
             number = float(self.text)
         except ValueError:
@@ -206,13 +205,9 @@ def parse_entry(entry: str) -> KindEntry | None:
 def changes_of_kind(model: ModelConfig, kind: str) -> dict[str, Any]:
     """Setting → its value in layers of a kind, where it is not the model's; of a model whose
     `kinds` have the form and the types that the rules ask for (rules/kind_rules.py)."""
-    changes: dict[str, Any] = dict(BUILTIN.get(kind, {}))
-    arguments: dict[str, str] = {}
-    for one in filter(None, map(parse_entry, model.kinds)):
-        if one.kind == kind and one.argument:
-            arguments[one.argument] = f"{one.argument}={one.text}"
-        elif one.kind == kind:
-            changes[one.setting] = one.value
+    entries = [one for one in map(parse_entry, model.kinds) if one and one.kind == kind]
+    settings = {one.setting: one.value for one in entries if not one.argument}
+    arguments = {one.argument: f"{one.argument}={one.text}" for one in entries if one.argument}
     if arguments:
-        changes["block_settings"] = tuple(arguments.values())
-    return changes
+        settings["block_settings"] = tuple(arguments.values())
+    return BUILTIN.get(kind, {}) | settings

@@ -35,7 +35,7 @@ OF_MODELS = (
     model_rules.head_size_is_whole,
     model_rules.dense_layers_come_before_experts,
 )
-NAMED = ("data.source", "data.tokenizer", "train.init_from")
+NAMED = ("data.source", "data.tokenizer", "train.init_from", "model.block", "model.mixer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,8 @@ def _violations(
             yield from violations(rule, complete)
     if environment.devices is not None:
         yield from mesh_rules.mesh_uses_devices(sized.mesh, environment.devices)
-    yield from model_rules.kernel_is_of_platform(config.model, environment.platform)
+    on_platform = lambda model: model_rules.kernel_is_of_platform(model, environment.platform)
+    yield from kind_rules.of_kinds(on_platform, config.model)
     if environment.checkpoint:
         yield from resume.violations(complete, environment.checkpoint)
     for rule in environment.rules:

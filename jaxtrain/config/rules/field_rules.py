@@ -6,14 +6,11 @@ import math
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ConfigError
 from jaxtrain.config.groups.setting import Choices
 from jaxtrain.config.rules.rules import Violation, near, values_for
 
 # Settings that decide what is trained.
 TRAINED = ("model.", "data.", "optimizer.", "precision.", "train.steps", "train.diloco_inner_steps")
-# tuples in which a name may be twice
-REPEATS = ("model.pattern",)
 
 
 def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
@@ -23,7 +20,7 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     usual = [of_recipe, field.default]
     try:
         cfg.convert(path, value)
-    except ConfigError as error:
+    except cfg.ConfigError as error:
         others = [] if path.startswith(TRAINED) else values_for(path, usual)
         return Violation(path, error.rule, [*error.fixes, *others])
     if isinstance(value, str) and "\0" in value:  # recipes may have one, and no path can
@@ -44,11 +41,12 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
         least = "that is not above 0" if setting.bounds.above == 0 else "below 0"
         rule = f"has a number {least} or above {cfg.LARGEST_INT}"
         return Violation(path, rule, [{path: field.default}])
-    repeats = isinstance(value, tuple) and len(set(value)) < len(value) and path not in REPEATS
-    if repeats or (isinstance(value, tuple) and "" in value):
-        distinct = tuple(dict.fromkeys(v for v in value if v))
-        rule = "has an empty or repeated name"
-        return Violation(path, rule, values_for(path, [distinct, field.default]))
+    if isinstance(value, tuple):
+        # layers of a pattern may be of one kind
+        distinct = tuple(filter(None, value if path == "model.pattern" else dict.fromkeys(value)))
+        if len(distinct) < len(value):
+            rule = "has an empty or repeated name"
+            return Violation(path, rule, values_for(path, [distinct, field.default]))
     return None
 
 

@@ -2,7 +2,7 @@
 have settings that there are, and all other rules of a model hold for the layers of each kind. No
 jax."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxtrain.config import FilledConfig, ModelConfig, fields, shown
@@ -12,8 +12,7 @@ from jaxtrain.config.groups.layer_kinds import (
     OF_MODEL,
     SETTINGS,
     changes_of_kind,
-    kinds_of_layers,
-    kinds_with_settings,
+    models_of_kinds,
     of_kind,
     parse_entry,
 )
@@ -22,7 +21,6 @@ from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.config.rules.rules import SettingChanges, SettingsRule, Violation, groups_of
 
 PATTERN, KINDS = "model.pattern", "model.kinds"
-FORM = "which is not KIND.SETTING=VALUE or KIND.block_settings.NAME=VALUE"
 
 
 def kinds_are_known(model: ModelConfig) -> Iterator[Violation]:
@@ -31,13 +29,14 @@ def kinds_are_known(model: ModelConfig) -> Iterator[Violation]:
         if fault := _fault(entry):
             rule, instead = fault
             fixed = (instead if each == entry else each for each in model.kinds)
-            yield Violation(KINDS, f"has {shown(entry)}, {rule}", [{KINDS: _named(fixed)}])
-    known = (*BUILTIN, *kinds_with_settings(model))
-    for kind in filter(lambda kind: kind not in known, model.pattern):
+            fixes = [{KINDS: tuple(filter(None, fixed))}]
+            yield Violation(KINDS, f"has {shown(entry)}, {rule}", fixes)
+    known = {*BUILTIN, *(entry.partition(".")[0] for entry in model.kinds)}
+    for kind in [kind for kind in model.pattern if kind not in known]:
         near = nearly(kind, sorted(known), 0.6)
         fixed = (near if each == kind else each for each in model.pattern)
         rule = f"has kind {shown(kind)}, which is neither of {', '.join(BUILTIN)} nor of {KINDS}"
-        yield Violation(PATTERN, rule, [{PATTERN: _named(fixed)}])
+        yield Violation(PATTERN, rule, [{PATTERN: tuple(filter(None, fixed))}])
     layers = model.dense_layers + model.layers
     if len(model.pattern) > layers:
         rule = f"names {len(model.pattern)} layers, and the model has {layers}"
@@ -55,15 +54,11 @@ def kinds_are_known(model: ModelConfig) -> Iterator[Violation]:
             yield Violation(PATTERN, rule, [{"model.positions": "learned"}])
 
 
-def _named(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(filter(None, names))
-
-
 def _fault(entry: str) -> tuple[str, str] | None:
     """What is wrong with an item of `model.kinds`, and what it may mean or ""; None for nothing."""
     one = parse_entry(entry)
     if one is None:
-        return FORM, ""
+        return "which is not KIND.SETTING=VALUE or KIND.block_settings.NAME=VALUE", ""
     path = f"model.{one.setting}"
     if one.setting not in SETTINGS:
         near = nearly(one.setting, SETTINGS, 0.6)
@@ -83,14 +78,21 @@ def violations(rule: SettingsRule, config: FilledConfig) -> Iterator[Violation]:
     groups: dict[str, Any] = {
         name: config if name == "config" else getattr(config, name) for name in groups_of(rule)
     }
-    if "model" not in groups or not config.model.pattern:
-        yield from rule(**groups)
+    if "model" not in groups:
+        return rule(**groups)
+    return of_kinds(lambda model: rule(**groups | {"model": model}), config.model)
+
+
+def of_kinds(rule: Callable[[Any], Iterator[Violation]], model: ModelConfig) -> Iterator[Violation]:
+    """The violations of a rule of models by the layers of each kind."""
+    if not model.pattern:
+        yield from rule(model)
         return
-    of_model = {(each.field, each.rule) for each in rule(**groups)}
-    for kind in dict.fromkeys(kinds_of_layers(config.model)):
-        for violation in rule(**{**groups, "model": of_kind(config.model, kind)}):
+    of_model = {(each.field, each.rule) for each in rule(model)}
+    for kind, of_layers in models_of_kinds(model).items():
+        for violation in rule(of_layers):
             is_of_model = (violation.field, violation.rule) in of_model
-            yield violation if is_of_model else _in_kind(violation, config.model, kind)
+            yield violation if is_of_model else _in_kind(violation, model, kind)
 
 
 def _in_kind(violation: Violation, model: ModelConfig, kind: str) -> Violation:
@@ -106,8 +108,14 @@ def _in_kind(violation: Violation, model: ModelConfig, kind: str) -> Violation:
     def fix(changes: SettingChanges) -> SettingChanges:
         fixed, kinds = dict(changes), model.kinds
         for setting in changed:
-            if (path := f"model.{setting}") in changes:
-                kinds = with_entry(kinds, f"{kind}.{setting}", entry_text(fixed.pop(path)))
+            if (path := f"model.{setting}") not in changes:
+                continue
+            value, name = fixed.pop(path), f"{kind}.{setting}"
+            if setting == "block_settings":  # an entry for each argument
+                others = tuple(entry for entry in kinds if not entry.startswith(f"{name}."))
+                kinds = (*others, *(f"{name}.{argument}" for argument in value))
+            else:
+                kinds = with_entry(kinds, name, entry_text(value))
         return fixed | ({KINDS: kinds} if kinds != model.kinds else {})
 
     return Violation(field, rule, map(fix, violation.fixes), violation.show)

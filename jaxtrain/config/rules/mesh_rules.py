@@ -23,9 +23,9 @@ from jaxtrain.config import (
     ResolvedModel,
     TrainConfig,
     get,
+    has_experts,
     replace,
 )
-from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.rules.rules import SettingChanges, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
@@ -277,7 +277,7 @@ def context_axis_divides(
 
 
 def expert_axis_has_experts(mesh: MeshConfig, config: FilledConfig) -> Iterator[Violation]:
-    if mesh.expert > 1 and not any(each.experts for each in models_of_kinds(config.model)):
+    if mesh.expert > 1 and not has_experts(config.model):
         yield Violation(
             "mesh.expert",
             "splits experts, and model.experts=0",

@@ -12,9 +12,10 @@ from jaxtrain.config import (
     PrecisionConfig,
     ResolvedModel,
     fields,
+    has_experts,
     kernels,
+    models_of_kinds,
 )
-from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.rules.rules import Violation, divisors, near, values_for
 
 
@@ -168,7 +169,7 @@ OF_EXPERTS = (
 
 
 def dense_layers_come_before_experts(model: ModelConfig) -> Iterator[Violation]:
-    if model.dense_layers and not any(each.experts for each in models_of_kinds(model)):
+    if model.dense_layers and not has_experts(model):
         yield Violation(
             "model.dense_layers",
             "come before layers with experts, and model.experts=0",
@@ -188,9 +189,9 @@ def experts_have_capacity(model: ResolvedModel) -> Iterator[Violation]:
 
 def biases_have_parts(config: FilledConfig) -> Iterator[Violation]:
     """Parts that all layers lack, or that cannot have biases."""
-    model, kinds = config.model, models_of_kinds(config.model)
+    model, kinds = config.model, models_of_kinds(config.model).values()
     has_mlp = model.dense_layers or any(not kind.experts or kind.shared_experts for kind in kinds)
-    no_experts = not any(kind.experts for kind in kinds) and "model.experts=0"
+    no_experts = not has_experts(model) and "model.experts=0"
     no_layernorm = all(kind.norm != "layernorm" for kind in kinds)
     wrong = {
         "mlp": not has_mlp and f"model.experts={model.experts} in every layer, and no other MLP",

@@ -12,6 +12,7 @@ from jaxtrain.config import (
     ResolvedModel,
     ends_with_layers,
     get,
+    with_values,
 )
 from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
@@ -92,9 +93,9 @@ def pipeline_fits(
         )
 
 
-def several_steps_update_alike(config: FilledConfig) -> Iterator[Violation]:
+def several_steps_update_alike(config: FilledConfig, model: ResolvedModel) -> Iterator[Violation]:
     """What a program of several steps, whose updates are ops of its table, does not have."""
-    path = "pipeline.steps_per_program"
+    path, config = "pipeline.steps_per_program", with_values(config, model=model)
     if config.pipeline.steps_per_program == 1 or config.mesh.stage == 1:
         return
     optimizers = (*OPTIMIZERS, config.optimizer.name)

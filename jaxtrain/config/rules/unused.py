@@ -22,6 +22,7 @@ from jaxtrain.config import (
     one_line,
     sources,
     value_text,
+    with_values,
 )
 from jaxtrain.config.groups.layer_kinds import (
     kinds_of_layers,
@@ -29,7 +30,6 @@ from jaxtrain.config.groups.layer_kinds import (
     of_kind,
     parse_entry,
 )
-from jaxtrain.config.groups.setting import with_values
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import READS, record_of
@@ -394,8 +394,8 @@ def without_use(config: Config) -> set[str]:
 
 def _is_used(use: Use, config: Config) -> bool:
     """True if the settings have a use in layers of any kind."""
-    by_kind = (with_values(config, model=model) for model in models_of_kinds(config.model))
-    return any(map(use.used, by_kind))
+    kinds = models_of_kinds(config.model).values()
+    return any(use.used(with_values(config, model=model)) for model in kinds)
 
 
 def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
@@ -439,11 +439,10 @@ def _kinds_without_use(config: MeshedConfig) -> Iterator[str]:
         if kind not in kinds:
             yield f"model.kinds={entry} has no use: no layer is of kind {kind}"
             continue
-        of_kind_alone = with_values(config, model=of_kind(model, kind))
-        for use in USES:
-            if f"model.{setting}" in use.settings and not use.used(of_kind_alone):
-                yield f"model.kinds={entry} has no use {use.reason(of_kind_alone)}"
-                break
+        path, alone = f"model.{setting}", with_values(config, model=of_kind(model, kind))
+        unused = (use for use in USES if path in use.settings and not use.used(alone))
+        if get(alone, path) != fields()[path].default and (use := next(unused, None)):
+            yield f"model.kinds={entry} has no use {use.reason(alone)}"
     if "nope" in kinds and model.positions != "rotary":
         pattern = value_text(model.pattern)
         yield f"nope in model.pattern={pattern} has no use with model.positions={model.positions!r}"
@@ -454,7 +453,7 @@ def _names_without_use(
 ) -> Iterator[str]:
     """Lines about names in `pipeline.save`."""
     save = pipeline.save
-    is_read = any(kind.norm_place != "before" for kind in models_of_kinds(model))
+    is_read = any(kind.norm_place != "before" for kind in models_of_kinds(model).values())
     if MLP_OUT in names_of(save) and not is_read:
         yield f"pipeline.save={MLP_OUT} saves nothing: no backward reads it"
     if names_on_host(save) and parallel.offload_to("activations") == "host":

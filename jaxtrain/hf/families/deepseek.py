@@ -62,10 +62,8 @@ class Groups(TableEntry):
         return {"router_groups": groups, "router_group_limit": limit}
 
     def write(self, model: ResolvedModel, length: int) -> Settings:
-        if model.router_groups == 1:
-            return {"topk_method": GREEDY, "n_group": 1, "topk_group": 1}
         return {
-            "topk_method": LIMITED,
+            "topk_method": LIMITED if model.router_groups > 1 else GREEDY,
             "n_group": model.router_groups,
             "topk_group": model.router_group_limit,
         }

@@ -293,16 +293,11 @@ def grouped_attention(
             ("out" if part == "out" else "qkv") in model.biases,
             taken=columns if pairs and heads else None,
         )
-    yield from query_and_key_norms(place)
-    if model.sinks:
-        yield place.vector("self_attn.sinks", "attention/sinks")
-
-
-def query_and_key_norms(place: LayerPlace) -> Iterator[TensorRule]:
-    """The rules of both, where the layer has them."""
-    if place.model.qk_norm:
+    if model.qk_norm:
         yield place.vector("self_attn.q_norm.weight", "attention/query_norm/scale")
         yield place.vector("self_attn.k_norm.weight", "attention/key_norm/scale")
+    if model.sinks:
+        yield place.vector("self_attn.sinks", "attention/sinks")
 
 
 def mlp_rules(

@@ -28,7 +28,7 @@ from jaxtrain.hf.layer_types import Windows
 from jaxtrain.hf.tensor_rules import TensorRule
 
 
-class Rotary(RotaryPositions):
+class ScaledRotary(RotaryPositions):
     """Rotary positions with a scaling where a config.json has none."""
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
@@ -86,7 +86,7 @@ GPT_OSS = Family(
             }
         ),
         Biases("attention_bias", ("qkv", "out"), True),
-        Rotary(131072, base=150000.0),
+        ScaledRotary(131072, base=150000.0),
         Windows(window=128, typed=True, every=2),
         PassedOver(("initial_context_length",)),
         ROUTER_TRAINING,

@@ -13,6 +13,7 @@ from jaxtrain.hf.entries import (
     Biases,
     Fixed,
     Integer,
+    Only,
     RotaryPositions,
     SettingField,
     Settings,
@@ -28,8 +29,8 @@ from jaxtrain.hf.families.family import (
     LayerPlace,
     decoder,
     decoder_rules,
+    grouped_attention,
     mlp_rules,
-    query_and_key_norms,
 )
 from jaxtrain.hf.fields import Fields
 from jaxtrain.hf.layer_types import (
@@ -154,14 +155,14 @@ def _attention(place: LayerPlace, config: Mapping[str, Any]) -> Iterator[TensorR
         yield place.vector(f"{module}.norm.weight", f"{stored}/norm")
         return
     heads = np.arange(model.heads)[:, None] * 2 * model.head_dim + np.arange(model.head_dim)
-    for number, part in enumerate(("query", "gate")):
-        columns = heads.ravel() + number * model.head_dim
-        biased = "qkv" in model.biases
-        yield from place.matrix("self_attn.q_proj", f"attention/{part}", biased, taken=columns)
-    for name, part in {"k": "key", "v": "value", "o": "out"}.items():
-        biased = ("out" if part == "out" else "qkv") in model.biases
-        yield from place.matrix(f"self_attn.{name}_proj", f"attention/{part}", biased)
-    yield from query_and_key_norms(place)
+    query, gate = heads.ravel(), heads.ravel() + model.head_dim
+    for rule in grouped_attention(place, config):
+        if ".q_proj." in rule.tensor:
+            of_gate = rule.array.replace("/attention/query/", "/attention/gate/")
+            yield dataclasses.replace(rule, taken=query)
+            yield dataclasses.replace(rule, array=of_gate, taken=gate)
+        else:
+            yield rule
 
 
 def _mlp(place: LayerPlace, config: Mapping[str, Any]) -> Iterator[TensorRule]:
@@ -204,6 +205,7 @@ QWEN3_NEXT = Family(
             }
         ),
         RotaryPositions(LONGEST, part=0.25),
+        Only("use_sliding_window", (False,), written=False),
         LinearLayers(),
         SparseLayers(),
         ROUTER_TRAINING,

@@ -270,7 +270,7 @@ class PlannedTable:
         placement, most = setup.placement, max(setup.placement.sizes)
         return SlotCounts(
             pools,
-            units=placement.kinds_of_units(setup.kinds),
+            units=placement.kinds_of_units(cfg.stacked_kinds(self.config.model)),
             recomputed=remat.recomputed(most) or most,
             stored_layers=placement.stored_layers,
             shares_vocabulary=setup.shares_vocabulary,

@@ -189,7 +189,7 @@ def settings_of(config: FilledConfig, hardware: Hardware, assume: str = OURS) ->
         )
     parallel = settings.vocabulary_parallel and not ends_with_layers(config.model)
     # of the kind that sees most tokens, which takes most of attention's time
-    model = max(models_of_kinds(config.model), key=lambda kind: kind.window or math.inf)
+    model = max(models_of_kinds(config.model).values(), key=lambda kind: kind.window or math.inf)
     case = kernels.attention_case(
         kernels.TargetDevice(hardware.platform),
         model,

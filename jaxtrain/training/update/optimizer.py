@@ -198,26 +198,24 @@ def check_own(settings: OptimizerConfig) -> None:
     if settings.name in OPTIMIZERS:
         return
     record, shape = record_of(settings.name), (256, 384)
+    params = {"a": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
-    def update(a: jax.Array) -> tuple[Any, Any]:
+    def update(params: Any) -> tuple[Any, Any]:
         directions = record.make(jax, optax, settings)
-        state = directions.init({"a": a})
-        return state, directions.update({"a": a}, state, {"a": a})
+        state = directions.init(params)
+        return state, directions.update(params, state, params)
 
     try:
-        dims = record.state(shape, settings)
-        state, _ = jax.eval_shape(update, jax.ShapeDtypeStruct(shape, jnp.float32))
+        says = [tuple(shape[d] for d in dims) or (1,) for dims in record.state(shape, settings)]
+        state, _ = jax.eval_shape(update, params)
     except Exception as error:
         rule = f"raises {type(error).__name__}: {error}"
     else:
-        wanted = [tuple(shape[d] for d in each) or (1,) for each in dims]
-        parts = parts_of(state, jax.tree.structure({"a": 0}))
-        made = [
-            p["a"].shape for p, follows in zip(parts.parts, parts.follow, strict=True) if follows
-        ]
-        if made == wanted:
+        parts, follow, _ = parts_of(state, jax.tree.structure(params))
+        has = [part["a"].shape for part, follows in zip(parts, follow, strict=True) if follows]
+        if has == says:
             return
-        rule = f"has a state of {made} for a parameter of {shape}, and its record says {wanted}"
+        rule = f"has a state of {has} for a parameter of {shape}, and its record says {says}"
     raise ConfigError("optimizer.name", settings.name, one_line(rule), "adamw or another record")
 
 
