@@ -78,19 +78,14 @@ def look_ahead(batch: Tree, depth: int) -> Tree:
     return {**batch, "mtp": modules} if depth else batch
 
 
-def positions_and_segments(batch: Tree, microbatch) -> tuple[jax.Array | None, ...]:
+def extra_inputs(batch: Tree, microbatch) -> tuple[jax.Array | None, ...]:
     """What every layer reads beside its input: positions [B or 1, T]; segments [B, T] or, if a
     sequence is one document, None; in training with dropout also noise (parallel/dropout.py)."""
-    positions = _positions(batch, microbatch)
-    segments = take(batch["segments"], microbatch) if "segments" in batch else None
-    noise = (take(batch["noise"], microbatch),) if "noise" in batch else ()
-    return positions, segments, *noise
-
-
-def _positions(batch: Tree, microbatch) -> jax.Array:
-    if "positions" in batch:
-        return take(batch["positions"], microbatch)
-    return context.positions(batch["tokens"].shape[-1])
+    of = lambda name: take(batch[name], microbatch) if name in batch else None
+    positions, noise = of("positions"), of("noise")
+    if positions is None:
+        positions = context.positions(batch["tokens"].shape[-1])
+    return positions, of("segments"), *(() if noise is None else (noise,))
 
 
 class HeadTree(NamedTuple):
@@ -279,8 +274,8 @@ class EmbeddingAndHead:
 
     def embed(self, constants: Constants, microbatch) -> jax.Array:
         """The first unit's input."""
-        x = self._embedded(constants, microbatch)
-        extra = positions_and_segments(constants.batch, microbatch)
+        extra = extra_inputs(constants.batch, microbatch)
+        x = self._embedded(constants, take(constants.batch["tokens"], microbatch), extra)
         # Each dense layer has arrays of its own and no stack, so there is no loop over them.
         for i in self._dense_layers:
             x = self._dense_layer(i, extra, self._dense_params(constants, i), x)
@@ -297,22 +292,20 @@ class EmbeddingAndHead:
     def _dense_params(self, constants: Constants, i: str) -> Tree:
         return _gathered(self.zero, constants.params.first[i], self.reductions.first[i])
 
-    def _embedded(self, constants: Constants, microbatch) -> jax.Array:
-        """The embeddings of a microbatch's tokens, with positions: the first layer's input."""
-        tokens = take(constants.batch["tokens"], microbatch)
-        positions = _positions(constants.batch, microbatch)
+    def _embedded(self, constants: Constants, tokens, extra) -> jax.Array:
+        """The embeddings of a microbatch's tokens, with positions: the first layer's input. extra:
+        `extra_inputs`"""
         params = dict(constants.params.embed)
         x = self._lookup(params, tokens)
         if "positions" in params:
             reduction = self.reductions.embed["positions"]
             params["positions"] = _gathered(self.zero, params["positions"], reduction)
-        x = self.parts.embedder(params).add_positions(self._sum(x), positions)
-        return self._dropped(constants, microbatch, x)
+        x = self.parts.embedder(params).add_positions(self._sum(x), extra[0])
+        return self._dropped(x, extra)
 
-    def _dropped(self, constants: Constants, microbatch, x: jax.Array) -> jax.Array:
+    def _dropped(self, x: jax.Array, extra) -> jax.Array:
         """The embeddings, or their gradient, after dropout."""
-        noise = positions_and_segments(constants.batch, microbatch)[2:]
-        return dropout(x, EMBEDDINGS, self.parts.cfg.dropout_embedding, *noise)
+        return dropout(x, EMBEDDINGS, self.parts.cfg.dropout_embedding, *extra[2:])
 
     def embed_gradient(
         self, sums: ModelTree, constants: Constants, microbatch, g: jax.Array
@@ -320,13 +313,12 @@ class EmbeddingAndHead:
         """The gradient sums of the embedding and of the dense layers behind it, with those of a
         microbatch. g: the gradient of `embed`'s result."""
         tokens = take(constants.batch["tokens"], microbatch)
-        positions = _positions(constants.batch, microbatch)
+        extra = extra_inputs(constants.batch, microbatch)
         dense, embed = sums.first, dict(sums.embed)
         # The reverse of `embed`: first the dense layers, then the lookup. The op has no slots for
         # residuals, so the layers' forward runs again from the tokens.
         if dense:
-            backward, x = [], self._embedded(constants, microbatch)
-            extra = positions_and_segments(constants.batch, microbatch)
+            backward, x = [], self._embedded(constants, tokens, extra)
             for i in self._dense_layers:
                 layer = functools.partial(self._dense_layer, i, extra)
                 x, vjp = fp8.vjp(layer, self._dense_params(constants, i), x)
@@ -338,7 +330,7 @@ class EmbeddingAndHead:
                     dense[previous], added = _in_turn(self.zero, dense[previous], added)
                 dense[i] = _added(self.zero, dense[i], added, self.reductions.first[i])
                 previous = i
-        g = self._dropped(constants, microbatch, g)
+        g = self._dropped(g, extra)
         lookup = _Lookup(tokens, self._broadcast(g, self.first_stage))
         embed["table"] = self._add_lookup(embed["table"], lookup)
         if "positions" in embed:
@@ -352,7 +344,7 @@ class EmbeddingAndHead:
             )
             # Every stage has the positions' table. The first one alone adds to its sums, which are
             # added up over `stage` after the step.
-            added = add_position_gradient(opened, positions, self._on_stage(g, self.first_stage))
+            added = add_position_gradient(opened, extra[0], self._on_stage(g, self.first_stage))
             embed["positions"] = _closed(self.zero, before, added, reduction)
         return ModelTree(embed=embed, first=dense)
 
@@ -460,7 +452,7 @@ class EmbeddingAndHead:
         A module continues from the stream after the norm before it, the head's or that of the
         module before. So that norm has two gradients: by the logits, and by the next module.
         """
-        head, extra = self._output_head(params), positions_and_segments(constants.batch, microbatch)
+        head, extra = self._output_head(params), extra_inputs(constants.batch, microbatch)
         head = head._replace(rule=dataclasses.replace(head.rule, z_loss=0.0))
         follow = lambda number, module, norm, y, embedded: self.parts.predictor(module)(
             self.parts.norm(norm)(y), embedded, *layer_noise(extra, number)

@@ -114,7 +114,7 @@ def token_losses(
     total, chosen = psum(sums, shard.axes) if shard.axes else sums
     log_z, by_log_z = jnp.log(total) + top[..., 0], powers / total[..., None]
     if z_loss:
-        return log_z - chosen, by_log_z * (1 + 2 * z_loss * log_z)[..., None] - hit, log_z
+        by_log_z = by_log_z * (1 + 2 * z_loss * log_z)[..., None]
     return log_z - chosen, by_log_z - hit, log_z
 
 

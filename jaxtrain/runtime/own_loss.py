@@ -54,15 +54,18 @@ def _checked(own: OwnLoss, vocab_size: int) -> OwnLoss:
     try:
         traced, (losses, _) = jax.make_jaxpr(with_gradient, return_shape=True)(logits, targets)
     except jax.errors.ConcretizationTypeError:
-        rule = "decides in Python by a number that only the device knows: jnp.where selects"
-        raise own_code.OwnCodeError(rule) from None
+        raise own_code.OwnCodeError(
+            "decides in Python by a number that only the device knows: jnp.where selects"
+        ) from None
     except Exception as error:
-        rule = one_line(f"raises {type(error).__name__}, {called}: {error}")
-        raise own_code.OwnCodeError(rule) from None
+        raise own_code.OwnCodeError(
+            one_line(f"raises {type(error).__name__}, {called}: {error}")
+        ) from None
     returned = ", ".join(f"{a.dtype} {list(a.shape)}" for a in jax.tree.leaves(losses))
     if returned != f"float32 [{tokens}]":
-        rule = f"returns {returned}, {called}, and a loss for each token is float32 [{tokens}]"
-        raise own_code.OwnCodeError(rule)
+        raise own_code.OwnCodeError(
+            f"returns {returned}, {called}, and a loss for each token is float32 [{tokens}]"
+        )
     if traced.effects:
         raise own_code.OwnCodeError("has a side effect, such as a print or a callback")
     return own

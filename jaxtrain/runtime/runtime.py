@@ -33,10 +33,10 @@ from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, replicas
 from jaxtrain.parallel.attention import context
-from jaxtrain.parallel.dropout import layer_noise, token_noise
+from jaxtrain.parallel.dropout import token_noise
 from jaxtrain.parallel.fp8 import Fp8
 from jaxtrain.parallel.zero import Zero
-from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead, positions_and_segments
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, extra_inputs, look_ahead
 from jaxtrain.runtime.layers.layer_loops import UnitCollectives
 from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.layers.saved_bytes import RuntimeLayer, examples, in_manual_region
@@ -237,12 +237,7 @@ class Runtime:
 
     @functools.cached_property
     def _parameters(self) -> ParameterPlan:
-        # a unit has the forms of which some stage has a layer there
-        spec, forms = self.parts.specs["layer"], self.placement.forms_of_unit
-        layers = {
-            unit: {form: spec[form] for form in forms(int(unit))} if self.placement.forms else spec
-            for unit in self.reductions["layers"]
-        }
+        layers = self.placement.of_units(self.parts.specs["layer"])
         return ParameterPlan(
             ModelTree(**self.parts.ends, layers=layers),
             ModelTree(**self.reductions),
@@ -431,7 +426,7 @@ class Runtime:
             self.mesh.shape,
         )
         message = (*constants.batch["tokens"].shape[1:], cfg.width)
-        extra = jax.eval_shape(lambda batch: positions_and_segments(batch, 0), constants.batch)
+        extra = jax.eval_shape(lambda batch: extra_inputs(batch, 0), constants.batch)
         # A layer of each kind is traced and cut once for all units.
         ranges = self._units.ranges(message, extra)
         stack = lambda unit: LayerStack(
@@ -440,8 +435,8 @@ class Runtime:
             unit,
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
-            functools.partial(_extra_of_layer, cfg.dense_layers) if extra[2:] else None,
             stacked_kinds(cfg),
+            cfg.dense_layers,
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
         if self._ticks is None:
@@ -461,11 +456,6 @@ def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
     # does for all W, and a tick has no second loop.
     columns = dataclasses.replace(ticks.columns, last_weights=last_weights(slotted.table))
     return dataclasses.replace(ticks, columns=columns)
-
-
-def _extra_of_layer(dense_layers: int, extra, layer):
-    """What a layer reads beside its input; `layer` counts from the first after the dense ones."""
-    return layer_noise(extra, dense_layers + layer)
 
 
 def _scaled_to(

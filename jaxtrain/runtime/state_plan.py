@@ -98,7 +98,8 @@ def pool_arrays(
 
 
 def _arrays_of(split: LayerSplit | RecomputedLayer) -> tuple:
-    """What the arrays are that a layer leaves for a later op, to be compared with another's."""
+    """The shapes, types and places of the arrays that a layer leaves for a later op: layers in
+    which these are equal can share slots."""
     shapes = [(a.shape, a.dtype) for a in jax.tree.leaves(split.residuals)]
     places = jax.tree.leaves(split.on_host)
     if isinstance(split, RecomputedLayer):
@@ -145,41 +146,35 @@ class UnitPlan:
         # Stages may have fewer layers; the cut is the same in all, so that one program serves all.
         mode, most = self.remat.mode, max(map(len, self.units))
         recomputed = self.remat.recomputed(most)
-        rest = functools.partial(LayerRange, begin=recomputed)
-        lowest = functools.partial(
-            LayerRange,
-            recomputed=mode == "full",
-            layer_input="layer_input" * self._saves_inputs,
-        )
+        inputs = "layer_input" * self._saves_inputs
+        lowest = {"recomputed": mode == "full", "layer_input": inputs}
         if not recomputed:
-            return self._of_kinds(rest, "none", message, extra)
+            return self._of_kinds("none", message, extra)
         if recomputed == most:
-            return self._of_kinds(lowest, mode, message, extra)
+            return self._of_kinds(mode, message, extra, **lowest)
         # With `full:k` a unit has layers of both, whose arrays differ: two sets of pools.
         names = dict(zip(("residual_b", "residual_w", "weight_stash"), SAVED, strict=True))
         return [
-            *self._of_kinds(functools.partial(lowest, end=recomputed), mode, message, extra),
-            *self._of_kinds(functools.partial(rest, **names), "none", message, extra),
+            *self._of_kinds(mode, message, extra, end=recomputed, **lowest),
+            *self._of_kinds("none", message, extra, begin=recomputed, **names),
         ]
 
     def _of_kinds(
-        self, make: Callable[..., LayerRange], mode: str, message: tuple[int, ...], extra
+        self, mode: str, message: tuple[int, ...], extra, **fields: Any
     ) -> list[LayerRange]:
-        """A range for each kind of layer, cut into ops as this mode of remat says."""
-        ranges = [
-            make(self._split(layer, mode, message, extra), kind=kind, form=layer.form)
-            for kind, layer in self.layers.items()
-        ]
+        """A range for each kind of layer, cut into ops as this mode of remat says. fields: others
+        of LayerRange"""
+        splits = {
+            kind: self._split(layer, mode, message, extra) for kind, layer in self.layers.items()
+        }
+        arrays = {kind: _arrays_of(split) for kind, split in splits.items()}
         # Kinds whose layers leave arrays of the same shapes share a pool.
-        arrays = [_arrays_of(layers.split) for layers in ranges]
+        alike = lambda kind: tuple(other for other in arrays if arrays[other] == arrays[kind])
         return [
-            dataclasses.replace(
-                layers,
-                pool_kinds=tuple(
-                    other.kind for other, b in zip(ranges, arrays, strict=True) if a == b
-                ),
+            LayerRange(
+                split, kind=kind, form=self.layers[kind].form, pool_kinds=alike(kind), **fields
             )
-            for layers, a in zip(ranges, arrays, strict=True)
+            for kind, split in splits.items()
         ]
 
     def _split(

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.mesh import STAGE, on_tpu
-from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, positions_and_segments
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, extra_inputs
 from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.tick_ops import TickOp, tick_ops
 from jaxtrain.runtime.tick_state import Constants, Pools, TickState, merged, only
@@ -83,7 +83,7 @@ class Accumulate:
     def add_loss(self, state: TickState, columns: TickColumns) -> TickState:
         """The state with the microbatch's loss."""
         constants, microbatch = self._constants(columns)
-        extra = positions_and_segments(constants.batch, microbatch)
+        extra = extra_inputs(constants.batch, microbatch)
         with jax.named_scope(EMBED):
             x = self.embedding_and_head.embed(constants, microbatch)
         with jax.named_scope(cell_op("F", 0)):
@@ -98,7 +98,7 @@ class Accumulate:
         constants, microbatch = self._constants(columns)
         params, extra = (
             constants.params.layers[stack.unit],
-            positions_and_segments(constants.batch, microbatch),
+            extra_inputs(constants.batch, microbatch),
         )
         with jax.named_scope(EMBED):
             x = ends.embed(constants, microbatch)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.host_memory import read_at, write_at
-from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, positions_and_segments
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, extra_inputs
 from jaxtrain.runtime.layers import overlapped
 from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged
@@ -114,7 +114,7 @@ def unit_ops(stack: LayerStack, ticks: TickTable) -> list[TickOp]:
     def op(kind: str, compute: Callable, last: bool | None = None, **state) -> TickOp:
         def run(state: TickState, constants: Constants, columns: TickColumns) -> TickState:
             # The microbatch differs from tick to tick, so its positions are read inside the op.
-            extra = positions_and_segments(constants.batch, columns.microbatch)
+            extra = extra_inputs(constants.batch, columns.microbatch)
             params = constants.params.layers[stack.unit]
             return compute(CellInputs(stack, params, extra, columns.slots), state)
 
@@ -312,13 +312,13 @@ def forward_and_input_gradient(
         kind,
         constants.params.layers[stack.unit],
         read_at(state.pools.activation, columns.slots.activation),
-        positions_and_segments(constants.batch, columns.microbatch),
+        extra_inputs(constants.batch, columns.microbatch),
         columns.slots,
     )
     backward = overlapped.Backward(
         b_stack,
         constants.params.layers[b_stack.unit],
-        positions_and_segments(constants.batch, columns.b_microbatch),
+        extra_inputs(constants.batch, columns.b_microbatch),
         columns.slots.of_overlapped_b(),
         read_at(state.pools.gradient, columns.slots.gradient),
     )

@@ -57,9 +57,9 @@ class Constants:
     """The parameters and the batch on a device, which no op changes.
 
     params: in the compute type; where a table has several steps, they are in `TickState.params`
-    batch: {"tokens", "targets", "weights", "segments" and "positions" if any}, [microbatches, B,
-        T], and "mtp" (`look_ahead`); weights are divided by their sum over the global batch, so
-        that losses are plain sums
+    batch: {"tokens", "targets", "weights", "segments", "positions" and "noise" if any},
+        [microbatches, B, T], and "mtp" (`look_ahead`); weights are divided by their sum over the
+        global batch, so that losses are plain sums
     """
 
     params: ModelTree = ModelTree()
@@ -73,11 +73,14 @@ class Pools:
 
     activation, gradient: units' inputs, and gradients of their outputs: [slots, B, T, D] of the
         compute type
-    layer_input: inputs of a unit's layers, for R: a list of one array [slots · layers, ...]
+    layer_input: inputs of a unit's layers, for R: one array
     residual_b, residual_w, weight_stash: what the forward leaves for B alone, for B and W, and what
-        B leaves for W: lists of arrays [slots · layers, ...]
+        B leaves for W
     saved_b, saved_w, saved_stash: the same of the layers that save all residuals in F, where others
         do not
+
+    What layers leave is {`LayerRange.pool`: a list of arrays [slots · layers, ...]}: kinds of
+    layers share an entry where their arrays have the same shapes.
     """
 
     # messages, which arrive from another stage or stay on this one

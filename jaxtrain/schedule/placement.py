@@ -267,14 +267,6 @@ class Placement:
         units = zip(ends, self.sizes, strict=True)
         return [tuple(kinds[end - size : end]) for end, size in units]
 
-    def counts(self, local_unit: int) -> list[int]:
-        """The layers of the unit on each stage that has it; 0 is possible."""
-        return [
-            self.layer_count(local_unit, stage)
-            for stage in range(self.stages)
-            if self.unit_at(local_unit, stage) is not None
-        ]
-
     def stack(self, local_unit: int, stage: int, form: str = "") -> list[int]:
         """The layers of a form in a stage's unit, in the order of its stacked array."""
         layers = self.layers_of(local_unit, stage)
@@ -295,6 +287,13 @@ class Placement:
             return ("",)
         forms = dict.fromkeys(self.forms)
         return tuple(form for form in forms if self.stack_size(local_unit, form))
+
+    def of_units(self, layer: dict) -> dict[str, dict]:
+        """Local unit → the part of `layer` for its stacks, {form: part}; `layer` itself where all
+        layers are of one form."""
+        of_forms = lambda unit: {form: layer[form] for form in self.forms_of_unit(unit)}
+        units = range(self.units_per_stage)
+        return {str(unit): of_forms(unit) if self.forms else layer for unit in units}
 
     def stack_size(self, local_unit: int, form: str = "") -> int:
         """The layers in the stacked array of these units: the most that a stage has."""

@@ -145,13 +145,7 @@ class ParameterLayout:
     @property
     def specs(self) -> dict:
         """A Spec for each parameter; for a stack, the Spec of one layer."""
-        layer, placement = self.parts.specs["layer"], self.placement
-        of_unit = lambda unit: {form: layer[form] for form in placement.forms_of_unit(unit)}
-        stacks = {
-            str(unit): of_unit(unit) if placement.forms else layer
-            for unit in range(placement.units_per_stage)
-        }
-        return {**self.parts.ends, "layers": stacks}
+        return {**self.parts.ends, "layers": self.placement.of_units(self.parts.specs["layer"])}
 
     @property
     def stacks(self) -> list[StackName]:

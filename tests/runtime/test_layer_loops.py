@@ -16,6 +16,7 @@ from jaxtrain.runtime.layers.layer_loops import (
     plan_loops,
     run_loops,
     run_loops_gathering,
+    run_trips_of,
 )
 
 # The kinds of the layers of a unit on each stage, a letter each. Capitals are of another form.
@@ -56,8 +57,8 @@ def in_python(start, stop, step, carry):
 
 def trips_run(loops, stage: int) -> list[Trip]:
     """The trips of a plan on a stage."""
-    add = lambda run, values, done: [*done, Trip(run.label, tuple(map(int, values)))]
-    return list(itertools.chain(*(loop.run(stage, add, []) for loop in loops)))
+    add = lambda label, values, done: [*done, Trip(label, tuple(map(int, values)))]
+    return run_trips_of(loops, stage, add, [])
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.runtime.layers import layer_loops
-from jaxtrain.runtime.layers.layer_loops import LayerRange, layers_in_order
+from jaxtrain.runtime.layers.layer_loops import LayerRange, layers_in_order, run_trips_of
 from jaxtrain.runtime.layers.overlapped import plan_pairs
 
 KIND = {kind: LayerRange(None, kind=kind, pool_kinds=(kind,)) for kind in "wf"}
@@ -34,16 +34,14 @@ def test_each_layer_once(monkeypatch, ranges, f, b):
     for stage in range(len(f)):
         of_f, of_b = [], []
 
-        def both(run, values, _, of_f=of_f, of_b=of_b):
-            of_f.append((run.label[0], *map(int, values[:3])))
-            of_b.append((run.label[1], *map(int, values[3:])))
+        def both(ranges, values, _, of_f=of_f, of_b=of_b):
+            of_f.append((ranges[0], *map(int, values[:3])))
+            of_b.append((ranges[1], *map(int, values[3:])))
 
-        for loop in plan.both:
-            loop.run(stage, both, None)
+        run_trips_of(plan.both, stage, both, None)
         assert len(of_f) == min(len(f[stage]), len(b[stage]))
         for loops, done in ((plan.rest_of_f, of_f), (plan.rest_of_b, of_b)):
-            alone = lambda run, values, _, done=done: done.append((run.label, *map(int, values)))
-            for loop in loops:
-                loop.run(stage, alone, None)
+            alone = lambda layers, values, _, done=done: done.append((layers, *map(int, values)))
+            run_trips_of(loops, stage, alone, None)
         assert of_f == [(trip.label, *trip.values) for trip in f[stage]]
         assert of_b == [(trip.label, *trip.values) for trip in reversed(b[stage])]

@@ -375,23 +375,31 @@ class LayerOpCollectives(ExpertCollectives):
             collectives += alike(SUM, MODEL, [of.float32 * FLOAT32, of.cast * self.summed])
         return collectives
 
+    @functools.cached_property
+    def way_over_context(self) -> str:
+        """How attention reaches the tokens of other devices: `parallel.context`, or in layers of
+        our own with a window kernels.NEIGHBOURS, or "all_gather"."""
+        way, model = self.settings.parallel.context, self.model
+        if way == "ulysses" or not self.settings.ours:
+            return way
+        return kernels.reach(way, self.layout.context, model.sequence, model.window)
+
     def _over_context(self, op: str, reuses: bool) -> list[Collective]:
         """The collectives of attention over a split sequence (parallel/attention/context.py,
         parallel/attention/ring.py). reuses: B has the keys and values that R has gathered."""
         m, shards, again = self.model, self.layout.context, self.layout.makes_again(ATTENTION)
         # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
         # more, W the results.
-        selective = self.layout.remat == SELECTIVE
-        if op == "W" and (again or not (selective and self.settings.parallel.context == "ulysses")):
+        selective, way = self.layout.remat == SELECTIVE, self.way_over_context
+        if op == "W" and (again or not (selective and way == "ulysses")):
             return []
-        queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
-        reached = kernels.reach(self.settings.parallel.context, shards, m.sequence, m.window)
-        if self.settings.ours and reached == kernels.NEIGHBOURS:
+        if way == kernels.NEIGHBOURS:
             return self._from_neighbours(op, reuses)
+        queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
         key = float(self.tokens * m.score_dim)
         value = float(self.tokens * m.value_head_dim) or key
         sizes = [heads * key, heads * value]
-        if self.settings.parallel.context == "ring":
+        if way == "ring":
             several = self.layout.stage > 1
             # as XLA's CPU backend sends to the next device of a stage
             kind, parts = (EXCHANGE, shards) if self.cpu and several else (PERMUTE, 1)
@@ -406,7 +414,7 @@ class LayerOpCollectives(ExpertCollectives):
                 for numbers, times in messages
                 for n in numbers
             ]
-        if self.settings.parallel.context == "all_gather":
+        if way == "all_gather":
             arrays = sizes if self.settings.ours else [(key + value) * heads]
             gathered = [shards * n * self.item for n in arrays]
             scattered = gathered if op == "B" and self.settings.ours else []
@@ -433,8 +441,7 @@ class LayerOpCollectives(ExpertCollectives):
         for hop in range(1, -(-(m.window - 1) // chunk) + 1):
             tokens = min(chunk, m.window - 1 - (hop - 1) * chunk) * self.layout.microbatch
             ways = 2 + (hop > 1)  # up, down, and over the middle of the sequence
-            sizes = [parts * tokens * n for n in sent]
-            collectives += [Collective(kind, (CONTEXT,), size, ways) for size in sizes]
+            collectives += alike(kind, CONTEXT, [parts * tokens * n for n in sent], ways)
         return collectives
 
     def document_ids(self, op: str) -> list[Collective]:

@@ -135,8 +135,8 @@ class LayerWork(StepPart):
         peak = hardware.peak(self.settings.precision.compute)
         blocks, windowed = self._window_blocks, 0 < model.window < model.sequence
         seconds = flops * blocks / peak
-        mixing = 2.0 * self.tokens * model.layer().mixing / (layout.model * hardware.attention[0])
-        mixing /= peak
+        mixed = 2.0 * self.tokens * model.layer().mixing / layout.model
+        mixing = mixed / (peak * hardware.attention[0])
         if self.settings.fused_attention:
             forward, backward = (0.5 * seconds / reached for reached in hardware.attention)
             return forward + mixing, self.settings.attention_backward * backward + 2 * mixing, 0.0
@@ -285,7 +285,7 @@ class LayerTime(StepPart):
         if op == "R" and unread:
             fewer = self.links.seconds(c.layer(op, True, fused, dense))
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
-        ring = float(self.settings.parallel.context == "ring" and self.hardware.alone <= 1)
+        ring = float(c.way_over_context == "ring" and self.hardware.alone <= 1)
         overlap = self.settings.rates.model_overlap * self.settings.format.overlaps, math.inf
         if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))

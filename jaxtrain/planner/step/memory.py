@@ -290,7 +290,7 @@ def _pooled(step: StepModel, remat: str = "") -> dict[LayerBytes, list[str]]:
     return pooled
 
 
-def transposed_pools(step: StepModel, slots: SlotCounts, kinds: Sequence[str] = ("",)) -> float:
+def transposed_pools(step: StepModel, slots: SlotCounts, kinds: Sequence[str]) -> float:
     """Bytes of copies where `model` splits layers: XLA transposes arrays of an entire pool before
     an op's loop over layers. kinds: whose layers have the pool
 
@@ -367,9 +367,7 @@ def _masks(step: StepModel) -> float:
     given masks: XLA makes them in each op. A device has two pieces of a sequence, one of which
     attends to half of it and one to all of it; each device of `model` has them."""
     layout, on_gpu = step.layout, step.hardware.platform == kernels.GPU
-    way, model = step.settings.parallel.context, step.model
-    reached = kernels.reach(way, layout.context, model.sequence, model.window)
-    if reached != "all_gather" or not on_gpu:
+    if layout.context == 1 or step.collectives.way_over_context != "all_gather" or not on_gpu:
         return 0.0
     return step.item * layout.microbatch * 1.5 * step.model.sequence**2 / (2 * layout.context)
 

@@ -95,10 +95,9 @@ def _held_numbers(
         state = record.state(array.shape, optimizer)
         return sum(math.prod(parts[dim] for dim in dims) for dims in state)
 
-    forms = [model.of_kind(form).layer().arrays for form in model.forms]
     in_stacks = [
-        {array: numbers(array, at_end=False, over_stage=False) for array in arrays}
-        for arrays in forms
+        {a: numbers(a, at_end=False, over_stage=False) for a in model.of_kind(form).layer().arrays}
+        for form in model.forms
     ]
     by_axis["vocabulary"] = shards = by_axis[MODEL] * (by_axis[STAGE] if shared else 1)
     table = ParameterShape(

@@ -110,8 +110,7 @@ class StepCounts:
             # outside where stages end with other kinds, or run the unit without a layer.
             last = {part[-1:] for part in parts}
             single = len(parts) == 1 and all(part.count(part[-1]) == 1 for part in parts if part)
-            alike = len(parts) == 1 or not several
-            peeled = c.gathers_in_ops and alike
+            peeled = c.gathers_in_ops and (len(parts) == 1 or not several)
             outside = len(last) == 1 and () not in last and (peeled or single)
             # The ranges of a unit's layers (runtime/layers/layer_loops.py: LayerRange).
             lower = remat.recomputed(len(kinds))

@@ -1,9 +1,9 @@
 """The loops over the layers of one unit, and the parameters that each layer gets.
 
 Begin with `plan_loops`: it turns the layers of each stage, in the order in which they run, into a
-list of `Loop`s. The plan computes nothing on a device and can be printed. `run_loops` runs it where
-a layer's parameters are at hand; `run_loops_gathering` runs it where ZeRO-3 gathers them layer by
-layer. `UnitCollectives` has ZeRO's collectives themselves.
+list of `Loop`s. The plan computes nothing on a device and can be printed. `run_trips_of` runs any
+plan; `run_loops` runs one of layers whose parameters are at hand, and `run_loops_gathering` one
+where ZeRO-3 gathers them layer by layer. `UnitCollectives` has ZeRO's collectives themselves.
 
 A loop repeats runs: layers of one range, one after the other. Ranges differ in what they save, and
 in their kind. Nine layers of a pattern of three windows (w) and one full attention (f):
@@ -17,6 +17,7 @@ read from a table by the stage: a kind of which there is none has a loop of no t
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -88,7 +89,7 @@ class LayerRange:
         return self.residual_b, self.pool
 
     def has(self, kinds: Sequence[str], number: int) -> bool:
-        """Whether layer `number` of a unit is in it. kinds: of the unit's layers"""
+        """True if layer `number` of a unit is in it. kinds: of the unit's layers"""
         end = len(kinds) if self.end is None else self.end
         return self.begin <= number < end and kinds[number] == self.kind
 
@@ -233,20 +234,6 @@ class Loop:
     runs: list[Run]
     repeats: int = 1
 
-    def run(self, stage, step: Callable, carry):
-        """carry = step(run, values, carry) in each trip. stage: this device's, a traced int32"""
-
-        def runs(repeat: LayerNumber, carry):
-            for each in self.runs:
-                first = each.values(stage, repeat)
-                trip = lambda number, carry, run=each, first=first: step(
-                    run, run.after(first, number), carry
-                )
-                _, carry = each.run(stage, repeat, trip, carry)
-            return carry
-
-        return run_trips(0, self.repeats, runs, carry)
-
 
 def _after(value: LayerNumber, trips: LayerNumber, step: int) -> LayerNumber:
     """A value after so many trips in which it has changed by `step`."""
@@ -380,20 +367,35 @@ def _loop(part: _Part, steps: dict[Any, tuple[int, ...]]) -> Loop:
     return Loop(runs, len(part[0]))
 
 
-# --- two ways to run it ---------------------------------------------------------------------------
+# --- three ways to run it -------------------------------------------------------------------------
+
+
+def run_trips_of(loops: Sequence[Loop], stage, step: Callable, carry):
+    """carry = step(label, values, carry) in each trip. stage: this device's, a traced int32"""
+
+    def runs(loop: Loop, repeat: LayerNumber, carry):
+        for run in loop.runs:
+            first = run.values(stage, repeat)
+            trip = lambda number, carry, run=run, first=first: step(
+                run.label, run.after(first, number), carry
+            )
+            _, carry = run.run(stage, repeat, trip, carry)
+        return carry
+
+    for loop in loops:
+        carry = run_trips(0, loop.repeats, functools.partial(runs, loop), carry)
+    return carry
 
 
 def run_loops(loops: Sequence[Loop], stage, body: LayerBody, parameters: Callable[..., Any], carry):
     """carry = body(range, i, parameters(range, i's row), carry) for each layer i. stage: this
     device's, a traced int32"""
 
-    def step(run: Run, values: Sequence[LayerNumber], carry):
+    def step(layers: LayerRange, values: Sequence[LayerNumber], carry):
         i = LayerIndex(*values)
-        return body(run.label, i, parameters(run.label, i.row), carry)
+        return body(layers, i, parameters(layers, i.row), carry)
 
-    for loop in loops:
-        carry = loop.run(stage, step, carry)
-    return carry
+    return run_trips_of(loops, stage, step, carry)
 
 
 def run_loops_gathering(

@@ -1,10 +1,10 @@
 """The ops of one unit's layers on one stage: loops over the unit's stacked parameters.
 
 Begin with `LayerStack.input_gradient`, which has the form of every op: `body` says what one layer
-does, with its parameters and a carry; `_plan` gives the loops over the layers (layer_loops.py), and
-`_run` runs the body in them. What a layer leaves for a later op of its microbatch lies in pools of
-slots: `LayerSlots` reads and writes those of one layer. overlapped.py has the op that runs two
-units at once.
+does, with its parameters and a carry; `_run` runs the body in loops over the layers
+(layer_loops.py). What a layer leaves for a later op of its microbatch lies in pools of slots:
+`LayerSlots` reads and writes those of one layer. overlapped.py has the op that runs two units at
+once.
 
 x and y are the unit's input and output, g the gradient of one of them: [B, T, D] of the compute
 type. `extra` is what a layer reads beside x.
@@ -12,7 +12,7 @@ type. `extra` is what a layer reads beside x.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxtrain.devices import host_memory
 from jaxtrain.parallel.attention.heads import as_written
+from jaxtrain.parallel.dropout import layer_noise
 from jaxtrain.runtime.layers.backward_split import LayerOp, Residuals
 from jaxtrain.runtime.layers.interleave import TracedOp, side_by_side
 from jaxtrain.runtime.layers.layer_loops import (
@@ -28,13 +29,13 @@ from jaxtrain.runtime.layers.layer_loops import (
     LayerNumber,
     LayerRange,
     Loop,
-    Run,
     Trip,
     UnitCollectives,
     layers_in_order,
     plan_loops,
     run_loops,
     run_loops_gathering,
+    run_trips_of,
 )
 from jaxtrain.runtime.tick_state import Pools, merged
 from jaxtrain.schedule.placement import Placement
@@ -127,9 +128,8 @@ class LayerStack:
       unit: the local unit's number.
       stage: this device's stage, a traced int32.
       collectives: ZeRO's, inside the ops.
-      extra_of_layer: a function (extra, layer's number in the model) → what that layer reads beside
-        its input; None: `extra`.
-      kinds: the kind of each layer of the model; (): all are of one.
+      kinds: the kind of each layer of the placement; (): all are of one.
+      dense_layers: the model's layers before those of the placement.
 
     The methods take `params`, the stacked parameters, with leaves [stack_size, ...], and `sums`,
     float32 sums of their gradients: {form: stacks} where layers are of several forms. `pools` and
@@ -147,15 +147,12 @@ class LayerStack:
         unit: int,
         stage,
         collectives: UnitCollectives = WITHOUT_ZERO,
-        extra_of_layer: Callable | None = None,
         kinds: tuple[str, ...] = (),
+        dense_layers: int = 0,
     ):
-        self.unit, self.stage = str(unit), stage
-        self._collectives, self._extra_of_layer = collectives, extra_of_layer
-        # layer of the unit → its number in the model; only `extra_of_layer` needs them
-        self._numbers: Any = None
-        if extra_of_layer:
-            self._numbers = jnp.asarray(placement.layer_index(unit))[stage]
+        self.unit, self.stage, self._collectives = str(unit), stage, collectives
+        # layer of the unit → its number in the model
+        self._numbers = dense_layers + jnp.asarray(placement.layer_index(unit))[stage]
         kinds = kinds or ("",) * placement.layers
         self._units = placement.kinds_of_units(kinds)
         # A stage without the unit never runs its ops. With the layers of another stage in its place
@@ -179,6 +176,15 @@ class LayerStack:
         return self._collectives.zero.reduces_in_last
 
     @property
+    def _reduces_late(self) -> bool:
+        """True if an op that reduces gradients reduces, in each trip, those of the layer before."""
+        # So the layer that runs first is peeled, which every stage must have.
+        first = {of_stage[0].label if of_stage else None for of_stage in self.trips}
+        start_alike = len(first) == 1 and None not in first
+        can_wait = start_alike and not self._has_forms and not self._single
+        return can_wait and self._collectives.reduce_late
+
+    @property
     def saves_in_f(self) -> bool:
         """True if F saves residuals or inputs of some layers, though R recomputes some."""
         return self.saves_inputs or any(not each.recomputed for each in self.ranges)
@@ -191,10 +197,8 @@ class LayerStack:
     # ------------------------------------------------------------------ what each layer gets
 
     def extra(self, extra, i: LayerIndex):
-        """What layer i reads beside its input."""
-        if self._extra_of_layer is None:
-            return extra
-        return self._extra_of_layer(extra, self._numbers[i.number])
+        """What layer i reads beside its input: the same as all layers, but for noise."""
+        return layer_noise(extra, self._numbers[i.number]) if extra[2:] else extra
 
     def parameters(self, params, layers: LayerRange, row: LayerNumber, op: LayerOp):
         """The parameters of a layer in a row of its form's stack, gathered where the op reads
@@ -301,8 +305,10 @@ class LayerStack:
             residuals = recompute(layers, i, p).run()
             return self.slots(layers, i, slots).with_residuals(written, residuals)
 
-        def pair(run: Run, values: Sequence[LayerNumber], written: Pools) -> Pools:
-            layers = list(zip(run.label, two_layers(values), strict=True))
+        def pair(
+            ranges: tuple[LayerRange, LayerRange], values: Sequence[LayerNumber], written: Pools
+        ) -> Pools:
+            layers = list(zip(ranges, two_layers(values), strict=True))
             ops = (
                 recompute(each, i, self.parameters(params, each, i.row, op)) for each, i in layers
             )
@@ -318,8 +324,8 @@ class LayerStack:
         # Gathered parameters come a layer ahead, which needs one layer a trip.
         if self._collectives.zero.gathers_in_ops or not in_pairs:
             return merged(pools, self._run(op, body, params, written, trips=self._recomputed))
-        for loop in plan_loops([pairs_of(t[::2], t[1::2]) for t in self._recomputed]):
-            written = loop.run(self.stage, pair, written)
+        loops = plan_loops([pairs_of(t[::2], t[1::2]) for t in self._recomputed])
+        written = run_trips_of(loops, self.stage, pair, written)
         odd = [of_stage[len(of_stage) // 2 * 2 :] for of_stage in self._recomputed]
         return merged(pools, self._run(op, body, params, written, trips=odd))
 
@@ -360,11 +366,7 @@ class LayerStack:
 
     def reduced_gradient(self, params, sums, shards, extra, pools: Pools, slots: TickSlots) -> Any:
         """`shards` with `sums` + the gradients of the parameters, reduced over `data`."""
-        op = LayerOp.WEIGHT_GRADIENT
-        # Late, each trip reduces the total of the layer before. So the first layer is peeled, which
-        # every stage must have.
-        can_wait = _start_alike(self.trips) and not self._has_forms and not self._single
-        late = can_wait and self._collectives.reduce_late
+        op, late = LayerOp.WEIGHT_GRADIENT, self._reduces_late
 
         def with_reduced(shards, total, form: str, row: LayerNumber):
             reduced = self._collectives.of_form(form).reduced(total)
@@ -418,9 +420,8 @@ class LayerStack:
     def gradients(self, params, sums, extra, saved, g: jax.Array) -> tuple[Any, jax.Array]:
         """Returns (`sums` + the gradients of the parameters, the gradient of the unit's input),
         from what `output_saving` has saved."""
-        op, reduces = LayerOp.BACKWARD, self._collectives.zero.reduces_in_ops
-        late = reduces and self._collectives.reduce_late
-        late = late and not self._has_forms and not self._single
+        op = LayerOp.BACKWARD
+        late = self._collectives.zero.reduces_in_ops and self._reduces_late
 
         def body(layers: LayerRange, i: LayerIndex, p, carry):
             g, sums, *waiting = carry  # waiting: the gradients of the layer before, where late
@@ -454,11 +455,6 @@ def of_form(tree, form: str) -> Any:
 def with_form(tree, form: str, part) -> Any:
     """The tree with this part of a form."""
     return {**tree, form: part} if form else part
-
-
-def _start_alike(trips: Sequence[list[Trip]]) -> bool:
-    """True if all stages have a first layer, of one range."""
-    return all(trips) and len({of_stage[0].label for of_stage in trips}) == 1
 
 
 def pools_of(pools: Pools, names: Iterable[str]) -> Pools:

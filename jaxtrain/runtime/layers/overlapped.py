@@ -26,9 +26,9 @@ from jaxtrain.runtime.layers.layer_loops import (
     LayerNumber,
     LayerRange,
     Loop,
-    Run,
     Trip,
     plan_loops,
+    run_trips_of,
 )
 from jaxtrain.runtime.layers.layer_stack import (
     LayerSlots,
@@ -130,9 +130,11 @@ def forward_and_input_gradient(
     with what both save).
     """
 
-    def both(run: Run, values: Sequence[LayerNumber], carry: _PairCarry) -> _PairCarry:
+    def both(
+        ranges: tuple[LayerRange, LayerRange], values: Sequence[LayerNumber], carry: _PairCarry
+    ) -> _PairCarry:
         x, g, pools = carry
-        (f, b), (i, j) = run.label, two_layers(values)
+        (f, b), (i, j) = ranges, two_layers(values)
         b_slots = backward.slots_of(b, j)
         # F writes a pool that B reads. Without the barrier XLA may put the read after the write,
         # and copies the pool for it.
@@ -143,15 +145,13 @@ def forward_and_input_gradient(
         pools = forward.slots_of(f, i).with_saved(pools, forward.op, x, saved)
         return y, g, b_slots.with_weight_stash(pools, stash)
 
-    def f_alone(run: Run, values: Sequence[LayerNumber], carry: _PairCarry) -> _PairCarry:
-        x, g, pools = carry
-        f, i = run.label, LayerIndex(*values)
+    def f_alone(f: LayerRange, values: Sequence[LayerNumber], carry: _PairCarry) -> _PairCarry:
+        (x, g, pools), i = carry, LayerIndex(*values)
         y, saved = forward.layer(f, i, x).run()
         return y, g, forward.slots_of(f, i).with_saved(pools, forward.op, x, saved)
 
-    def b_alone(run: Run, values: Sequence[LayerNumber], carry: _PairCarry) -> _PairCarry:
-        x, g, pools = carry
-        b, j = run.label, LayerIndex(*values)
+    def b_alone(b: LayerRange, values: Sequence[LayerNumber], carry: _PairCarry) -> _PairCarry:
+        (x, g, pools), j = carry, LayerIndex(*values)
         b_slots = backward.slots_of(b, j)
         g, stash = backward.layer(b, j, b_slots.residuals(pools), g).run()
         return x, g, b_slots.with_weight_stash(pools, stash)
@@ -163,11 +163,8 @@ def forward_and_input_gradient(
     # One carry for both ops: each trip reads and writes pools of both microbatches.
     carry = forward.x, backward.g, pools_of(pools, names)
     loops, stage = plan_pairs(forward.stack.trips, backward.stack.trips), forward.stack.stage
-    for loop in loops.both:
-        carry = loop.run(stage, both, carry)
-    for loop in loops.rest_of_f:
-        carry = loop.run(stage, f_alone, carry)
-    for loop in loops.rest_of_b:
-        carry = loop.run(stage, b_alone, carry)
+    carry = run_trips_of(loops.both, stage, both, carry)
+    carry = run_trips_of(loops.rest_of_f, stage, f_alone, carry)
+    carry = run_trips_of(loops.rest_of_b, stage, b_alone, carry)
     y, g, written = carry
     return y, g, merged(pools, written)

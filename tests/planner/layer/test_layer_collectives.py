@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.model_forms import llama
-from jaxtrain.config import PrecisionConfig
+from jaxtrain.config import ParallelConfig, PrecisionConfig
 from jaxtrain.config.saved_values import PRODUCTS
 from jaxtrain.planner.layer.collective_time import StepCollectives
 from jaxtrain.planner.layer.layer import INPUTS, OUTPUTS, Layer, ParameterShape, Product
@@ -191,3 +191,20 @@ def test_what_w_gathers_again_keeps_its_type():
     step = StepCollectives(model, layout, FP8)
     sizes = [c.size for c in step.layer("W") if c.kind == GATHER and c.axes == ("model",)]
     assert sizes == [TOKENS * WIDTH]
+
+
+@pytest.mark.parametrize("op", ["F", "B"])
+def test_a_window_has_its_own_way_over_context(op):
+    """A ring's messages are neighbours' tokens in layers with a window, or all tokens where these
+    are no more."""
+
+    def over_context(way: str, window: int) -> list:
+        settings = StepSettings(parallel=ParallelConfig(context=way))
+        model = dataclasses.replace(MODEL, window=window)
+        return StepCollectives(model, Layout(context=2), settings).layer(op)
+
+    assert over_context("ring", 8) == over_context("all_gather", 8)
+    assert over_context("ring", 12) == over_context("all_gather", 12)
+    assert over_context("ring", 12) == over_context("all_gather", 0) != over_context("ring", 0)
+    bytes_of = lambda window: sum(c.size * c.times for c in over_context("ring", window))
+    assert bytes_of(8) < bytes_of(12)

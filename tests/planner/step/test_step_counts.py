@@ -105,6 +105,14 @@ CASES = {
         changes={**MOE, **NONE, **ENDS_WITH_LAYERS, "model.layers": 4, "pipeline.overlap": True}
         | small.PLAIN_LAYER,
     ),
+    # Only stage 0 has a layer of the last kind: XLA computed its W before a loop of no trips.
+    "several kinds, one of them on one stage": Case(
+        (1, 2, 1),
+        "zb_h1",
+        1,
+        4,
+        changes={**NONE, "model.layers": 7, "model.pattern": ("full", "full", "full", "nope")},
+    ),
 }
 OVERLAPPED = {
     "overlapped, stage and expert": Case(
@@ -149,6 +157,12 @@ MORE = OVERLAPPED | {
     ),
     "several forms, stages that differ, zero 3": Case(
         (2, 2, 2), microbatches=4, changes={**TWO_HEAD_SIZES, "parallel.zero": 3, "model.layers": 7}
+    ),
+    "stage and context, tokens of a window's neighbours": Case(
+        (1, 2, 1), microbatches=4, changes={"mesh.context": 2, "model.window": 8}
+    ),
+    "context, a window for which neighbours are too few, ring": Case(
+        (1, 1, 1), changes={"mesh.context": 2, "parallel.context": "ring", "model.window": 12}
     ),
     "several kinds, experts in every second layer": Case(
         (1, 2, 2),
