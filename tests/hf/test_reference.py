@@ -41,7 +41,6 @@ MESHES = {
 ALWAYS = [
     ("gemma2", "data, stage, model"),
     ("smollm3 with a list", "context, stage, model"),
-    ("gpt_oss", "expert, context, stage"),
 ]
 
 

@@ -56,6 +56,12 @@ CASES = {
             "data.batch_size": 16,
         },
     ),
+    "drops": Case(
+        (1, 1, 1),
+        changes={"mesh.expert": 2, "model.capacity_factor": 0.7, "model.biases": ("router",)},
+    ),
+}
+MORE = {
     "a gate of the shared experts, biases, in B and W": Case(
         (1, 2, 2),
         "zb_h1",
@@ -72,12 +78,6 @@ CASES = {
             "model.biases": ("experts", "mlp", "router"),
         },
     ),
-    "drops": Case(
-        (1, 1, 1),
-        changes={"mesh.expert": 2, "model.capacity_factor": 0.7, "model.biases": ("router",)},
-    ),
-}
-MORE = {
     "biases, data 2, zero 3, selective": Case(
         (2, 1, 1),
         changes={
