@@ -317,3 +317,11 @@ def test_tiny_runs_on_eight_devices():
     config = recipe("tiny")
     checks.check(config)
     assert checks.check_devices(config, 8).mesh == cfg.MeshConfig(data=2, stage=2, model=2)
+
+
+def test_a_published_model_keeps_the_rules_of_all_kinds_together():
+    violation = checks.model_violation(cfg.replace(Config(), {"model.biases": ("out", "router")}))
+    assert (violation.field, violation.rule) == (
+        "model.biases",
+        "has 'router' with model.experts=0, where there is no router",
+    )

@@ -12,7 +12,6 @@ RULES: tuple[SettingsRule, ...] = (
     model_rules.heads_divide,
     model_rules.rotary_scaling_is_complete,
     model_rules.experts_have_capacity,
-    model_rules.biases_have_parts,
     model_rules.one_norm_is_shared,
     model_rules.router_groups_divide,
     run_rules.sequence_fits,

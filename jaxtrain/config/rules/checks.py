@@ -29,13 +29,15 @@ MOST_COMBINED = 7  # fixes, where no config is known to work
 # Settings of `model` and `data` that do not decide what is trained, and those that no other value
 # can stand for.
 UNTRAINED = ("model.attention_", "model.loss_chunk", "data.cache", "data.prefetch")
-# The rules of a model as it is read, the first ones: the others may rely on them.
+NAMED = ("data.source", "data.tokenizer", "train.init_from", "model.block", "model.mixer")
+# The rules of a model as it is read, with all of its kinds of layers. They come first, for the
+# others may rely on them.
 OF_MODELS = (
     kind_rules.kinds_are_known,
     model_rules.head_size_is_whole,
     model_rules.dense_layers_come_before_experts,
+    model_rules.biases_have_parts,
 )
-NAMED = ("data.source", "data.tokenizer", "train.init_from", "model.block", "model.mixer")
 
 
 @dataclasses.dataclass(frozen=True)

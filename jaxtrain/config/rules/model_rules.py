@@ -5,7 +5,6 @@ from typing import Any
 
 from jaxtrain.config import (
     DataConfig,
-    FilledConfig,
     MeshConfig,
     ModelConfig,
     ParallelConfig,
@@ -187,9 +186,9 @@ def experts_have_capacity(model: ResolvedModel) -> Iterator[Violation]:
         )
 
 
-def biases_have_parts(config: FilledConfig) -> Iterator[Violation]:
+def biases_have_parts(model: ModelConfig) -> Iterator[Violation]:
     """Parts that all layers lack, or that cannot have biases."""
-    model, kinds = config.model, models_of_kinds(config.model).values()
+    kinds = models_of_kinds(model).values()
     has_mlp = model.dense_layers or any(not kind.experts or kind.shared_experts for kind in kinds)
     no_experts = not has_experts(model) and "model.experts=0"
     no_layernorm = all(kind.norm != "layernorm" for kind in kinds)
