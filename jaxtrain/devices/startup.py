@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.config import Config, UsageError
+from jaxtrain.config import Config, UsageError, has_experts
 from jaxtrain.config.sizes import GPU_MEMORY, MEMORY_FRACTION
 from jaxtrain.devices.cluster_environment import (
     SIMULATED_DEVICES,
@@ -44,7 +44,8 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
     UsageError as `simulate_devices`.
     """
     # the ops of experts and of multi-token prediction have such collectives
-    set_xla_flags(os.environ, bool(config and (config.model.experts or config.model.mtp_depth)))
+    model = config and config.model
+    set_xla_flags(os.environ, bool(model and (has_experts(model) or model.mtp_depth)))
     # Not before the config is known to be right: the import takes a second, and a mistake in flags
     # should be told at once.
     with read_environment():
