@@ -10,13 +10,14 @@ from typing import Any, cast, get_args
 
 from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, flag_text, nearly
 from jaxtrain.config.groups.layer_kinds import pattern_of
+from jaxtrain.config.groups.model_settings import ENTRIES, MOST_LAYERS
 from jaxtrain.config.groups.setting import LARGEST_INT, as_entries, setting_of, with_values
 from jaxtrain.config.states import Config
 
 EXPONENTS = {"k": "e3", "K": "e3", "M": "e6", "B": "e9", "T": "e12"}
 
 # Settings whose items are NAME=VALUE. A flag may have one of them: --config.model.kinds.NAME=VALUE.
-OF_ENTRIES = ("model.kinds", "model.block_settings")
+OF_ENTRIES = tuple(f"model.{name}" for name in ENTRIES)
 
 
 @functools.cache
@@ -112,7 +113,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     """
     groups = {group.name: cast(Any, group.type) for group in dataclasses.fields(Config)}
     given = {}
-    for group, settings in _of_today(values).items():
+    for group, settings in _migrated(values).items():
         if group not in groups:
             near = nearly(str(group), groups, 0.7)
             raise ConfigError(str(group), settings, "is an unknown group of settings", near)
@@ -127,17 +128,22 @@ def from_dict(values: dict[str, Any]) -> Config:
     return Config(**given)
 
 
-def _of_today(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a config that an older version may have stored: kinds of layers in the place
-    of `model.nope_layers`, the numbers of those without rotary positions."""
+def _migrated(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings, in today's form, of a config that an older version may have stored: kinds of
+    layers in the place of `model.nope_layers`, the numbers of those without rotary positions."""
     model = values.get("model")
     if not isinstance(model, dict) or not isinstance(without := model.get("nope_layers"), list):
         return values
-    layers = fields()["model.layers"].default
-    number = model.get("layers", layers) + model.get("dense_layers", 0)
-    kinds = tuple("nope" if layer in without else "full" for layer in range(number))
     others = {name: value for name, value in model.items() if name != "nope_layers"}
-    return values | {"model": others | ({"pattern": pattern_of(kinds)} if without else {})}
+    numbers = [
+        model.get(name, fields()[f"model.{name}"].default) for name in ("layers", "dense_layers")
+    ]
+    # Other numbers are refused later, by their types and bounds.
+    are_numbers = all(type(number) is int and number <= MOST_LAYERS for number in numbers)
+    if not without or not are_numbers:
+        return values | {"model": others}
+    kinds = tuple("nope" if layer in without else "full" for layer in range(sum(numbers)))
+    return values | {"model": others | {"pattern": pattern_of(kinds)}}
 
 
 def convert(path: str, value: Any) -> Any:

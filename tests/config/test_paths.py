@@ -41,6 +41,17 @@ def test_layers_without_positions_as_versions_before_stored_them(numbers, patter
     assert config.model.layers == 6
 
 
+@pytest.mark.parametrize("layers", ["six", None])
+def test_a_stored_number_of_layers_that_is_none_is_refused_by_its_name(layers):
+    with pytest.raises(cfg.ConfigError, match=r"^model\.layers=.* is not an integer$"):
+        cfg.from_dict({"model": {"layers": layers, "nope_layers": [3, 7]}})
+
+
+def test_too_many_stored_layers_get_no_kinds():
+    config = cfg.from_dict({"model": {"layers": 2**62, "nope_layers": [3, 7]}})
+    assert config.model == cfg.ModelConfig(layers=2**62)
+
+
 def test_items_of_a_dict_are_texts():
     kinds = {"window.rotary_base": 10000, "full.biases": ("qkv", "out"), "full.sinks": True}
     texts = ("window.rotary_base=10000", "full.biases=qkv+out", "full.sinks=true")

@@ -150,8 +150,8 @@ def pattern_of(kinds: Sequence[str]) -> tuple[str, ...]:
     >>> pattern_of(["window", "full", "window"])
     ('window', 'full')
     """
-    is_pattern = lambda size: all(kind == kinds[i % size] for i, kind in enumerate(kinds))
-    return tuple(kinds[: next(filter(is_pattern, range(1, len(kinds))), len(kinds))])
+    sizes = range(1, len(kinds))
+    return tuple(kinds[: next((n for n in sizes if kinds[n:] == kinds[:-n]), len(kinds))])
 
 
 def has_experts(model: ModelConfig) -> bool:

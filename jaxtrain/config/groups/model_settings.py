@@ -6,6 +6,8 @@ from jaxtrain.config.groups.setting import Choices, Range, as_entries, as_type, 
 
 # parts of a model that may have biases
 BIASED = ("qkv", "out", "mlp", "router", "norm", "experts")
+# settings whose items are NAME=VALUE
+ENTRIES = ("kinds", "block_settings")
 # far more than any model has, but few enough to set up each of them in time and memory
 MOST_LAYERS = 2**16
 
@@ -340,7 +342,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         # from Python a dict is more convenient: {"window.rotary_base": 10000}
-        for name in ("kinds", "block_settings"):
+        for name in ENTRIES:
             object.__setattr__(self, name, as_entries(getattr(self, name)))
 
     def resolve(self, sequence_length: int) -> "ResolvedModel":
