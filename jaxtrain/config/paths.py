@@ -169,7 +169,7 @@ def is_choice(path: str, value: Any) -> bool:
     choices = setting_of(fields()[path]).choices
     if not isinstance(value, str) or value in choices.names:
         return value in choices.names
-    if (choices.own and ":" in value) or (choices.prefix and value.startswith(choices.prefix)):
+    if (choices.own_code and ":" in value) or (choices.prefix and value.startswith(choices.prefix)):
         return True
     name, _, count = value.partition(":")
     is_number = count.isascii() and count.isdecimal() and len(count) <= len(str(LARGEST_INT))

@@ -210,7 +210,7 @@ def _with_code_beside(folder: pathlib.Path, config: Config) -> Config:
     """The config of a recipe in this folder. Files of its user's own code (own_code.py) that lie
     there, and not in the current folder, have their full paths."""
 
-    def found(text: str) -> str:
+    def full_path(text: str) -> str:
         source, _, name = text.rpartition(":")
         beside = folder / source
         is_there = source.endswith(".py") and not os.path.isfile(source) and beside.is_file()
@@ -218,8 +218,8 @@ def _with_code_beside(folder: pathlib.Path, config: Config) -> Config:
 
     def entry(text: str) -> str:  # of model.kinds
         setting, equals, value = text.partition("=")
-        return setting + equals + found(value)
+        return setting + equals + full_path(value)
 
     names = ("model.block", "model.mixer", "train.loss", "optimizer.name")
-    changes: dict[str, Any] = {path: found(get(config, path)) for path in names}
+    changes: dict[str, Any] = {path: full_path(get(config, path)) for path in names}
     return replace(config, changes | {"model.kinds": tuple(map(entry, config.model.kinds))})

@@ -69,11 +69,10 @@ def _try(model: ResolvedModel, precision: PrecisionConfig, tokens: int, document
     x = jax.ShapeDtypeStruct((SEQUENCES, tokens, model.width), compute)
 
     def call(x: jax.Array, extra) -> None:
-        own = OwnModule(model)
         values = [
             as_used(spec, jnp.zeros(spec.shape), compute, fp8) for spec in construct.specs.values()
         ]
-        module = own.module(values)
+        module = OwnModule(model).module(values)
         state = lambda: {
             path: (type(node).__name__, node.get_raw_value())
             for path, node in nnx.iter_graph(module)

@@ -1,8 +1,11 @@
 """The parameters' initial values: the same numbers on every mesh and placement.
 
-    random_keys      on the host, a key for each parameter of each layer, from seed, name and layer
-    with_own_values  on one device, the values that modules of the user's own draw by their keys
-    initial_values   inside jit, all values from the keys; each device draws its own shards alone
+    random_keys                on the host, a key for each parameter of each layer, from seed, name
+                               and layer
+    with_values_of_own_layers  on one device, the values that modules of the user's own draw by
+                               their keys
+    initial_values             inside jit, all values from the keys; each device draws its own
+                               shards alone
 
 A name is the same for all local units and forms of layers, and the layer is its number in the
 model. So a layer has the same key wherever a placement puts it, and whatever other layers are.
@@ -47,7 +50,7 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
     return [keys_of(path, s) for path, s in leaves]
 
 
-def with_own_values(layout: ParameterLayout, keys: list[np.ndarray]) -> list:
+def with_values_of_own_layers(layout: ParameterLayout, keys: list[np.ndarray]) -> list:
     """The keys of `random_keys`, and in their place the values of parameters of the user's own, as
     they are sharded during an update: each process draws those of its devices."""
     leaves = jax.tree_util.tree_leaves_with_path(layout.specs, is_leaf=is_spec)
@@ -81,7 +84,7 @@ def with_own_values(layout: ParameterLayout, keys: list[np.ndarray]) -> list:
 
 def initial_values(layout: ParameterLayout, keys: list[jax.Array]) -> dict:
     """Inside jit: the parameters' initial values, float32, from the keys of `random_keys`, after
-    `with_own_values`."""
+    `with_values_of_own_layers`."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(layout.specs, is_leaf=is_spec)
     split_axes = {name for name, size in layout.mesh.shape.items() if size > 1}
     # Parameters of one shape and one sharding are drawn together, for random generators are most of

@@ -30,7 +30,7 @@ from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.models.spec import is_spec
 from jaxtrain.parallel import replicas
-from jaxtrain.training.initial_values import initial_values, random_keys, with_own_values
+from jaxtrain.training.initial_values import initial_values, random_keys, with_values_of_own_layers
 from jaxtrain.training.parameter_layout import ParameterLayout, ParameterState, StackName
 from jaxtrain.training.update.optimizer import Optimizer
 
@@ -249,7 +249,7 @@ def initial_state(layout: ParameterLayout, optimizer: Optimizer, seed: int) -> T
     # array that it does not keep. Only masters on disk come to the devices first, all at once.
     with jax.set_mesh(layout.mesh):
         shardings = [a.sharding for a, zero in zip(leaves, are_zeros, strict=True) if not zero]
-        keys = with_own_values(layout, random_keys(layout, seed))
+        keys = with_values_of_own_layers(layout, random_keys(layout, seed))
         computed = iter(jax.jit(make, out_shardings=shardings)(keys))
     arrays = []
     for a, is_zero in zip(leaves, are_zeros, strict=True):

@@ -58,7 +58,7 @@ from jaxtrain.training.state import (
     bytes_per_device,
 )
 from jaxtrain.training.update import diloco
-from jaxtrain.training.update.optimizer import Optimizer, check_own
+from jaxtrain.training.update.optimizer import Optimizer, check_own_optimizer
 from jaxtrain.training.update.streamed_update import StreamedStep, streamed_step
 
 # Random keys are for initial values, or for this use (initial_values.random_keys).
@@ -227,7 +227,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     # First what may be refused: tables of large pipelines take seconds.
     _check_host_memory(parallel, config.pipeline.save, mesh)
-    check_own(config.optimizer)
+    check_own_optimizer(config.optimizer)
     own_loss = read_loss(config.train.loss, model.vocab_size)
     setup = setup or make_setup(config)
 

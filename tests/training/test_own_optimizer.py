@@ -16,7 +16,7 @@ from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.models.spec import Spec
 from jaxtrain.training.step import make_step
-from jaxtrain.training.update.optimizer import Optimizer, check_own
+from jaxtrain.training.update.optimizer import Optimizer, check_own_optimizer
 
 FILE = '''
 import functools
@@ -94,10 +94,10 @@ def test_the_updates_of_adamw(own):
 @pytest.mark.parametrize("name", WRONG)
 def test_one_line_about_a_record_that_does_not_fit(own, name):
     with pytest.raises(ConfigError) as error:
-        check_own(settings(f"{own}:{name}"))
+        check_own_optimizer(settings(f"{own}:{name}"))
     text = f"optimizer.name='{own}:{name}' {WRONG[name]}: use adamw or another record"
     assert str(error.value) == text
-    check_own(settings(f"{own}:MINE"))
+    check_own_optimizer(settings(f"{own}:MINE"))
 
 
 def test_a_checkpoint_is_used_without_its_optimizer(own):

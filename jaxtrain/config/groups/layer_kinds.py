@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel
 
+_WITH_ATTENTION: dict[str, object] = {"block": "", "mixer": ""}
 # Kinds that need no entry in `model.kinds`, and what they change.
-_OWN: dict[str, object] = {"block": "", "mixer": ""}
 BUILTIN: dict[str, dict[str, object]] = {
-    "window": _OWN,
-    "full": {"window": 0, **_OWN},
-    "nope": {"window": 0, "positions": "none", **_OWN},
+    "window": _WITH_ATTENTION,
+    "full": {"window": 0, **_WITH_ATTENTION},
+    "nope": {"window": 0, "positions": "none", **_WITH_ATTENTION},
     "dense": {"experts": 0},
     "block": {},
     "mixer": {},
@@ -45,14 +45,15 @@ SHAPELESS = frozenset(
     "attention_kernel attention_backward activation_alpha activation_limit dropout_residual "
     "dropout_attention norm_epsilon router_scale router_normalize balance_loss z_loss".split()
 )
-# Pairs of settings of which the first fills in the second: that follows where it alone is changed.
+# Pairs of settings. The first fills in the second, which follows where a kind changes the first
+# alone.
 _FOLLOWS = (
     ("heads", "kv_heads"),
     ("head_dim", "rotary_dim"),
     ("head_dim", "value_head_dim"),
     ("mlp_width", "expert_width"),
 )
-Model = TypeVar("Model", bound=ModelConfig)
+AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 
 
 def kinds_of_layers(model: ModelConfig) -> tuple[str, ...]:
@@ -71,13 +72,13 @@ def kind_names(model: ModelConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stacked_kinds(model)))
 
 
-def models_of_kinds(model: Model) -> dict[str, Model]:
+def models_of_kinds(model: AnyModel) -> dict[str, AnyModel]:
     """Kind → the model of its layers, in the order of the first layer of each, dense ones first."""
     return {kind: of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model))}
 
 
 @functools.lru_cache(2**10)
-def of_kind(model: Model, kind: str) -> Model:
+def of_kind(model: AnyModel, kind: str) -> AnyModel:
     """The model of the layers of one kind: without a pattern, and with the kind's settings. Whether
     there is such a kind is a rule's question (rules/kind_rules.py).
 
@@ -97,7 +98,7 @@ def of_kind(model: Model, kind: str) -> Model:
             changes.setdefault(follower, changes[name])
     changed = dataclasses.replace(model, pattern=(), kinds=(), **changes)
     # defaults that only layers of this kind have, such as the width of experts
-    return cast(Model, changed.resolve(model.max_positions))
+    return cast(AnyModel, changed.resolve(model.max_positions))
 
 
 @functools.lru_cache(2**10)

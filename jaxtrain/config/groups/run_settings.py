@@ -64,7 +64,7 @@ class OptimizerConfig:
         "adamw",
         "; ".join(f"{o.name}: {o.text}" for o in OPTIMIZERS.values())
         + "; or FILE.py:RECORD, one's own (docs/extending.md)",
-        Choices(tuple(OPTIMIZERS), own=True),
+        Choices(tuple(OPTIMIZERS), own_code=True),
     )
     learning_rate: float = setting(3e-4, "peak learning rate", Range(above=0))
     warmup_steps: int = setting(0, "steps of linear warm-up from 0", Range(at_least=0))

@@ -13,16 +13,16 @@ LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
 class Choices:
     """The names that a setting, or each item of a tuple, may have.
 
-    names:   in the order of help; (): any
-    prefix:  texts that begin with this are allowed besides them; "": none
-    own:     code of one's own is allowed besides them, FILE.py:NAME or MODULE:NAME (own_code.py)
-    counted: the names that a colon and a whole number may follow, such as full:2
-    refused: further names that a user may know, each with the reason why it is no choice
+    names:    in the order of help; (): any
+    prefix:   texts that begin with this are allowed besides them; "": none
+    own_code: whether code of one's own is allowed besides them, FILE.py:NAME or MODULE:NAME
+    counted:  the names that a colon and a whole number may follow, such as full:2
+    refused:  further names that a user may know, each with the reason why it is no choice
     """
 
     names: tuple = ()
     prefix: str = ""
-    own: bool = False
+    own_code: bool = False
     counted: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

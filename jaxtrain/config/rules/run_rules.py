@@ -34,7 +34,8 @@ def own_code_exists(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[
     except OwnCodeError as error:
         yield Violation("optimizer.name", str(error), values_for("optimizer.name", OPTIMIZERS))
     try:
-        _ = train.loss and own_code.digest(train.loss)
+        if train.loss:
+            own_code.digest(train.loss)
     except OwnCodeError as error:
         yield Violation("train.loss", str(error), [{"train.loss": ""}])
 

@@ -192,7 +192,7 @@ class Optimizer:
         return Updated(tree.unflatten(values), tree.unflatten(new_params), new_state)
 
 
-def check_own(settings: OptimizerConfig) -> None:
+def check_own_optimizer(settings: OptimizerConfig) -> None:
     """Raises ConfigError if `optimizer.name` is a record of one's own that makes no updates, or
     another state than it says. Nothing is computed."""
     if settings.name in OPTIMIZERS:
