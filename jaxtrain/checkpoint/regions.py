@@ -358,7 +358,7 @@ class Shards:
             for index, leaf in sorted(self.leaves.items())
         ]
         blocks = [(shard.leaf, shard.bounds) for shard in sorted(self.devices)]
-        # of a unit in the order of its leaves, which have their forms in their names
+        # The stacks of a unit are in the order of its leaves, whose names have their forms.
         leaves_in_order = [leaf for _, leaf in sorted(self.leaves.items())]
         stacks = dict.fromkeys((leaf.unit, leaf.stack) for leaf in leaves_in_order if leaf.stack)
         layers = [

@@ -273,7 +273,8 @@ class Placement:
         return [i for i in layers if not form or self.forms[i] == form]
 
     def held(self, local_unit: int, stage: int, form: str = "") -> range:
-        """The same layers by their numbers among all layers of the form."""
+        """The numbers of the layers of `stack`, counted among all layers of the form. They follow
+        each other."""
         layers = self.layers_of(local_unit, stage)
         if not form:
             return layers
