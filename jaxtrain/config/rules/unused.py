@@ -389,13 +389,13 @@ OFF_TPUS = Use(
 
 def without_use(config: Config) -> set[str]:
     """The settings that have no use in a config with no mesh size of -1."""
-    return {path for use in USES if not _is_used(use, config) for path in use.settings}
+    kinds = _of_kinds(config)
+    return {path for use in USES if not any(map(use.used, kinds)) for path in use.settings}
 
 
-def _is_used(use: Use, config: Config) -> bool:
-    """True if the settings have a use in layers of any kind."""
-    kinds = models_of_kinds(config.model).values()
-    return any(use.used(with_values(config, model=model)) for model in kinds)
+def _of_kinds(config: Config) -> list[Config]:
+    """The config with the model of each kind of layers. A setting needs a use in one of them."""
+    return [with_values(config, model=each) for each in models_of_kinds(config.model).values()]
 
 
 def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
@@ -405,14 +405,14 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
     platform: of the devices, by jax's name; "": not known
     """
     named: dict[str, list[str]] = {}  # by reason
-    known = set[str]()
+    known, kinds = set[str](), _of_kinds(config)
     for use in USES if platform in ("", TPU) else (*USES, OFF_TPUS):
         changed = [
             path
             for path in use.settings
             if path not in known and get(config, path) != fields()[path].default
         ]
-        if changed and not _is_used(use, config):
+        if changed and not any(map(use.used, kinds)):
             known |= set(changed)
             named.setdefault(use.reason(config), []).extend(
                 f"{path}={shlex.quote(value_text(get(config, path)))}" for path in changed
