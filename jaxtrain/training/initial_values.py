@@ -36,7 +36,7 @@ def random_keys(layout: ParameterLayout, seed: int, *use: int) -> list[np.ndarra
         layers, stack = _layers(layout, path), layout.stack_of(path)
         # Without the unit and the form; and without the names in a module of the user's own, which
         # draws all of its parameters by one key.
-        in_layer = () if s.init else path[3 if stack and stack.form else 2 :]
+        in_layer = () if s.init else path[stack.depth if stack else 2 :]
         text = jax.tree_util.keystr((*path[: 1 if stack else 2], *in_layer))
         # Python's own hash of a text differs between processes.
         name = zlib.crc32(text.encode())

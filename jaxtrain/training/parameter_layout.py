@@ -54,6 +54,11 @@ class StackName(NamedTuple):
     unit: int
     form: str = ""
 
+    @property
+    def depth(self) -> int:
+        """The number of keys in the tree that lead to the stack."""
+        return 3 if self.form else 2
+
 
 class LaidOutParameter(NamedTuple):
     """One parameter of a layout, or the stack of one parameter of all layers of a local unit.
@@ -343,9 +348,8 @@ class ParameterLayout:
         updates."""
         record = record_of(self.optimizer.name)
         tree: Any  # jax's type of a structure has no methods for mypy
-        specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
-        paths = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_spec)
-        stacks = [self.stack_of(path) for path, _ in paths]
+        leaves, tree = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=is_spec)
+        specs, stacks = [s for _, s in leaves], [self.stack_of(path) for path, _ in leaves]
         shardings = tree.flatten_up_to(self.scattered)
         parts, follow, outline = parts_of(jax.eval_shape(optimizer.init, self.shapes), tree)
         # The n-th tree of the state has the n-th array of each parameter, by the record's `state`.

@@ -255,7 +255,7 @@ def _parameter_groups(
     # A group is one program and one read: small parameters, such as norms, go together with others,
     # since a request of a disk has a price of its own.
     for stack, numbers in itertools.groupby(range(len(keys)), stack_of):
-        begin = (3 if stack.form else 2) if stack else 0  # of a parameter's keys in its layer
+        begin = stack.depth if stack else 0  # of a parameter's keys in its layer
         together: list[list[int]] = []
         size = 0
         for i in numbers:
