@@ -140,7 +140,7 @@ class OwnModule(nnx.Module):
         self.own = _as_modules(traverse_util.unflatten_dict(of_paths))
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
-        """[B, T, D] → [B, T, D]. noise_BT: of dropout, which is no part of the module"""
+        """[B, T, D] → [B, T, D]. noise_BT is not read: the module has no dropout of ours."""
 
         def run(x_BTD, positions_BT, segments_BT, *values) -> jax.Array:
             return self.module(values)(x_BTD, positions_BT, segments_BT)
@@ -234,7 +234,8 @@ def own_layers(model: ResolvedModel) -> dict[str, Constructor]:
 
 
 def describe(model: ResolvedModel) -> list[str]:
-    """A line for each: its file, and its matrices that `model` does not split."""
+    """A line for each layer of one's own: its file, and its matrices that `model` does not
+    split."""
     lines = []
     for setting, construct in own_layers(model).items():
         file, code = inspect.getfile(construct.cls), digest(setting.partition("=")[2])
