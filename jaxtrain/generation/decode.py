@@ -54,12 +54,13 @@ def cache_arrays(parts: ModelParts, batch: int, slots: int, dtype: jnp.dtype) ->
     cfg, kinds = parts.cfg, kinds_of_layers(parts.cfg)
     period, trips, rest = periods_of(stacked_kinds(cfg))
     in_loop = range(cfg.dense_layers, cfg.dense_layers + len(period))
+    of_layer = {kind: make(batch, slots, dtype) for kind, make in parts.cache_arrays.items()}
 
     def stacked(number: int) -> Any:
         lead = trips if number in in_loop else 1
         return jax.tree.map(
             lambda a: CacheArray((lead, *a.shape), ("layer", *a.axes), a.dtype),
-            parts.cache_arrays[kinds[number]](batch, slots, dtype),
+            of_layer[kinds[number]],
         )
 
     numbers = (*range(in_loop.stop), *range(len(kinds) - len(rest), len(kinds)))
@@ -104,7 +105,7 @@ def extend(
         # Padding may lie beyond the table, and must be finite: a weight of 0 does not hide a NaN.
         positions_1T = jnp.minimum(positions_1T, cfg.max_positions - 1)
     x_BTD = parts.embedder(params["embed"])(tokens_BT, positions_1T, dtype)
-    arrays = cache_arrays(parts, tokens_BT.shape[0], 1, dtype)
+    arrays = cache_arrays(parts, tokens_BT.shape[0], 1, dtype)  # for their axes
 
     def put_back(array: CacheArray, stack: jax.Array, layer: jax.Array, number) -> jax.Array:
         # Not all of an array if some will do: one that a loop carries is updated in place.

@@ -69,8 +69,8 @@ class Integer(SettingField):
     """An integer.
 
     default: where the field is missing; null: what null stands for, None if it is refused
-    least:   it is also written for a setting that counts nothing, such as experts that a model
-             lacks
+    least:   the smallest that is read; it is written, too, for a setting that counts nothing, such
+             as experts that a model lacks
     """
 
     default: Any = MISSING

@@ -39,11 +39,12 @@ class Attention(nnx.Module):
         self.settings = AttentionSettings.of(cfg, context)
         self.sinks = parameter(Spec((cfg.heads,), ("heads",))) if cfg.sinks else None
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-        self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
-        self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
-        self.value = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
-        gate = lambda: Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
-        self.gate = gate() if cfg.attention_gate else None
+        dense = lambda size, axis: Dense(
+            d, size, ("width", axis), cfg.init_std, "qkv" in cfg.biases
+        )
+        self.query = dense(n, "heads")
+        self.key, self.value = dense(k, "kv_heads"), dense(k, "kv_heads")
+        self.gate = dense(n, "heads") if cfg.attention_gate else None
         self.out = Dense(n, d, ("heads", "width"), residual_std, "out" in cfg.biases)
         self.norm_over = cfg.qk_norm_over if cfg.qk_norm else ""
         over_query, over_key = ((self.head_dim, "latent"),) * 2

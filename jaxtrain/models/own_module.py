@@ -30,8 +30,7 @@ from jaxtrain.config import ResolvedModel
 from jaxtrain.config.errors import cut, nearly, one_line
 from jaxtrain.config.groups.layer_kinds import models_of_kinds
 from jaxtrain.config.own_code import OwnCodeError, digest, line_in, load
-from jaxtrain.devices.mesh import MODEL
-from jaxtrain.devices.sharding import RULES, constrain
+from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import (
     GATHERED,
     SPLIT,
@@ -78,14 +77,14 @@ class Constructor:
     @functools.cached_property
     def specs(self) -> dict[Path, Spec]:
         """The parameters' specifications. Raises OwnCodeError for one that cannot be trained."""
-        found: dict[Path, nnx.Param] = {}
+        params: dict[Path, nnx.Param] = {}
 
         def values(key: jax.Array) -> dict:
-            found.update(parameters(self(key)))
-            return {path: each.get_raw_value() for path, each in found.items()}
+            params.update(parameters(self(key)))
+            return {path: param.get_raw_value() for path, param in params.items()}
 
         shapes = jax.eval_shape(values, KEY)
-        return {path: self._spec(path, shapes[path], found[path]) for path in shapes}
+        return {path: self._spec(path, shapes[path], params[path]) for path in shapes}
 
     def _spec(self, path: Path, array: jax.ShapeDtypeStruct, param: nnx.Param) -> Spec:
         metadata, name = param.get_metadata(), ".".join(path)
@@ -108,17 +107,18 @@ class Constructor:
             raise OwnCodeError(
                 f"has a parameter {name} with the unknown axis {unknown[0]!r} ({known})"
             )
-        if [MODEL in RULES[axis] for axis in axes].count(True) > 1:
-            raise OwnCodeError(
-                f"has a parameter {name} with axes {axes}, and mesh.model can split one of them"
-            )
-        return Spec(
+        spec = Spec(
             array.shape,
             axes,
             init=functools.partial(self.initial_value, path),
             exact=bool(metadata.get("exact")),
             product=bool(metadata.get("product")),
         )
+        if sum(spec.split) > 1:
+            raise OwnCodeError(
+                f"has a parameter {name} with axes {axes}, and mesh.model can split one of them"
+            )
+        return spec
 
 
 def parameters(module: nnx.Module) -> dict[Path, nnx.Param]:
@@ -140,15 +140,13 @@ class OwnModule(nnx.Module):
         self.own = _as_modules(traverse_util.unflatten_dict(of_paths))
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None, noise_BT=None) -> jax.Array:
-        """[B, T, D] → [B, T, D]. noise_BT: of dropout, which is no part of the module"""
+        """[B, T, D] → [B, T, D]. noise_BT is not read: the module has no dropout of ours."""
 
         def run(x_BTD, positions_BT, segments_BT, *values) -> jax.Array:
             return self.module(values)(x_BTD, positions_BT, segments_BT)
 
-        specs, of_model = self.construct.specs, parameters(self.own)
-        values = [of_model[path].get_raw_value() for path in specs]
-        run = pinned(run, [None, None, None, *map(_split_dim, specs.values())])
-        y_BTD = run(gather_sequence(x_BTD), positions_BT, segments_BT, *values)
+        run = pinned(run, [None, None, None, *map(_split_dim, self.construct.specs.values())])
+        y_BTD = run(gather_sequence(x_BTD), positions_BT, segments_BT, *self._values)
         return constrain(constrain(y_BTD, GATHERED), SPLIT)
 
     def cache_arrays(self, batch: int, slots: int, dtype: jnp.dtype) -> Any:
@@ -160,10 +158,15 @@ class OwnModule(nnx.Module):
 
     def cached(self, x_BTD, positions_BT, cache, start, count):
         """Returns (the output [B, T, D], the cache with these tokens), as a block's `cached`."""
-        of_model = parameters(self.own)
-        module: Any = self.module([of_model[path].get_raw_value() for path in self.construct.specs])
+        module: Any = self.module(self._values)
         y_BTD, cache = module.cached(gather_sequence(x_BTD), positions_BT, cache, start, count)
         return constrain(y_BTD, SPLIT), cache
+
+    @property
+    def _values(self) -> list:
+        """The model's values of the parameters, in the order of specs."""
+        of_model = parameters(self.own)
+        return [of_model[path].get_raw_value() for path in self.construct.specs]
 
     def module(self, values: Sequence) -> nnx.Module:
         """The module of one's own, with these values of its parameters, in the order of specs."""
@@ -177,7 +180,7 @@ class OwnModule(nnx.Module):
 
 def _split_dim(spec: Spec) -> int | None:
     """The dimension of a parameter that `model` splits, if any."""
-    return next((i for i, axis in enumerate(spec.axes) if MODEL in RULES[axis]), None)
+    return spec.split.index(True) if any(spec.split) else None
 
 
 def _as_modules(tree: dict[str, Any]) -> nnx.Dict:
@@ -188,10 +191,10 @@ def product(x_BTI: jax.Array, weight_IO: nnx.Param) -> jax.Array:
     """x @ weight, [B, T, O], of FP8 where `precision.matmul` says so and the weight is marked:
     `nnx.Param(…, product=True)`. Unmarked ones are multiplied in the type of x, as by `@`."""
     spec, weight = weight_IO.get_metadata().get("spec"), matrix(weight_IO, x_BTI)
-    split = [MODEL in RULES[axis] for axis in spec.axes] if spec else []
-    if split == [False, True]:
+    split = spec.split if spec else ()
+    if split == (False, True):
         return column_products(x_BTI, (weight,))[0]
-    if split == [True, False]:
+    if split == (True, False):
         return row_product(x_BTI, weight)
     return matmul(flat(x_BTI), weight).reshape(*x_BTI.shape[:-1], -1)
 
@@ -222,16 +225,17 @@ def constructor_of(cfg: ResolvedModel) -> Constructor:
 def own_layers(model: ResolvedModel) -> dict[str, Constructor]:
     """The settings of layers of one's own in a model, each with its value, and the constructors.
     Raises OwnCodeError."""
-    found = {}
+    constructors = {}
     for of_layer in models_of_kinds(model).values():
         name = "block" if of_layer.block else "mixer"
         if text := getattr(of_layer, name):
-            found[f"model.{name}={text}"] = constructor_of(of_layer)
-    return found
+            constructors[f"model.{name}={text}"] = constructor_of(of_layer)
+    return constructors
 
 
 def describe(model: ResolvedModel) -> list[str]:
-    """A line for each: its file, and its matrices that `model` does not split."""
+    """A line for each layer of one's own: its file, and its matrices that `model` does not
+    split."""
     lines = []
     for setting, construct in own_layers(model).items():
         file, code = inspect.getfile(construct.cls), digest(setting.partition("=")[2])

@@ -61,9 +61,14 @@ class Spec:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def split(self) -> tuple[bool, ...]:
+        """For each dimension, whether `model` splits it."""
+        return tuple(MODEL in RULES[axis] for axis in self.axes)
+
     def shards(self, model: int) -> tuple[int, ...]:
         """The parts into which so many devices of `model` split each dimension."""
-        return tuple(model if MODEL in RULES[axis] else 1 for axis in self.axes)
+        return tuple(model if split else 1 for split in self.split)
 
     @property
     def matrix(self) -> bool:

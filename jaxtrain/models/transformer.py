@@ -342,7 +342,7 @@ def build(
         kind: block_of(of_kind(cfg, kind), context, dense=True)
         for kind in dict.fromkeys(kinds[: cfg.dense_layers])
     }
-    forms = {form: specs(blocks[kind]) for kind, form in reversed(forms_of_kinds(cfg).items())}
+    forms = {form: specs(blocks[kind]) for kind, form in forms_of_kinds(cfg).items()}
     # a module of multi-token prediction has a layer of the last one's kind
     predictor = Predictor(of_kind(cfg, kinds[-1]), context, batch_size, expert_nodes)
     tree = {"embed": specs(embedder), "layer": forms.get("", forms), "head": specs(head)}

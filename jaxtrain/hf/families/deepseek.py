@@ -22,12 +22,13 @@ from jaxtrain.hf.entries import (
 from jaxtrain.hf.families.family import (
     DEEPSEEK_ALIASES,
     ROUTER_TRAINING,
-    SIGMOID_ROUTER,
     Family,
     decoder,
     decoder_rules,
+    experts,
+    sigmoid_router,
 )
-from jaxtrain.hf.fields import Fields
+from jaxtrain.hf.fields import MISSING, Fields
 from jaxtrain.hf.layer_types import DenseLayers
 
 LONGEST_V2, LONGEST_V3 = 2048, 4096
@@ -82,15 +83,9 @@ DEEPSEEK_V3 = Family(
             vocab=129280, width=7168, layers=61, heads=128, epsilon=1e-6, remote_code="DeepseekV3"
         ),
         *LATENT,
-        Integer("intermediate_size", "mlp_width", 18432),
-        Integer("moe_intermediate_size", "expert_width", 2048),
-        Integer("n_routed_experts", "experts", 256),
-        Integer("num_experts_per_tok", "experts_per_token", 8),
+        *experts(mlp=18432, width=2048, count=256),
         Integer("n_shared_experts", "shared_experts", 1, least=0),
-        Integer("n_group", "router_groups", 8),
-        Integer("topk_group", "router_group_limit", 4),
-        Float("routed_scaling_factor", "router_scale", 2.5),
-        *SIGMOID_ROUTER,
+        *sigmoid_router(groups=8, group_limit=4, scale=2.5),
         RotaryPositions(LONGEST_V3),
         FullAttention(LONGEST_V3),
         DenseLayers("first_k_dense_replace", "dense_layers", 3),
@@ -114,10 +109,7 @@ DEEPSEEK_V2 = Family(
         ),
         *LATENT,
         WholeHeads(),
-        Integer("intermediate_size", "mlp_width", 11008),
-        Integer("moe_intermediate_size", "expert_width", 1407),
-        Integer("n_routed_experts", "experts", 64),
-        Integer("num_experts_per_tok", "experts_per_token"),
+        *experts(mlp=11008, width=1407, count=64, choices=MISSING),
         Integer("n_shared_experts", "shared_experts", 2, least=0),
         Groups(),
         Float("routed_scaling_factor", "router_scale", 1.0),

@@ -166,13 +166,39 @@ ROUTER_TRAINING = Training(
     )
 )
 NORMALIZED = ("never", "always")  # router_normalize where norm_topk_prob is false, and true
-# DeepSeek-V3's router, whose biases balance the experts.
-SIGMOID_ROUTER: tuple[TableEntry, ...] = (
-    Switch("norm_topk_prob", "router_normalize", True, NORMALIZED),
-    Only("scoring_func", ("sigmoid",), written=False),
-    Only("topk_method", ("noaux_tc",), written=False),
-    Fixed({"router": "sigmoid", "router_bias": True, "router_group_best": 2}),
-)
+
+
+def experts(
+    mlp: int, width: int, count: int, choices: Any = 8, field: str = "n_routed_experts"
+) -> tuple[TableEntry, ...]:
+    """Entries of a model with experts, and with one MLP in layers without them.
+
+    mlp, width, count, choices: transformers' defaults of the columns of an MLP and of an expert,
+        of the number of experts, and of those of a token
+    field: the number of experts
+    """
+    return (
+        Integer("intermediate_size", "mlp_width", mlp),
+        Integer("moe_intermediate_size", "expert_width", width),
+        Integer(field, "experts", count),
+        Integer("num_experts_per_tok", "experts_per_token", choices),
+    )
+
+
+def sigmoid_router(groups: int, group_limit: int, scale: float) -> tuple[TableEntry, ...]:
+    """Entries of DeepSeek-V3's router, whose biases balance the experts. Arguments are
+    transformers' defaults."""
+    return (
+        Integer("n_group", "router_groups", groups),
+        Integer("topk_group", "router_group_limit", group_limit),
+        Float("routed_scaling_factor", "router_scale", scale),
+        Switch("norm_topk_prob", "router_normalize", True, NORMALIZED),
+        Only("scoring_func", ("sigmoid",), written=False),
+        Only("topk_method", ("noaux_tc",), written=False),
+        Fixed({"router": "sigmoid", "router_bias": True, "router_group_best": 2}),
+    )
+
+
 DEEPSEEK_ALIASES = {
     "num_local_experts": "n_routed_experts",
     "num_mtp_layers": "num_nextn_predict_layers",

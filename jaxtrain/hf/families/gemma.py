@@ -52,23 +52,13 @@ ACTIVATION: tuple[TableEntry, ...] = (
         }
     ),
 )
-SIZES: tuple[TableEntry, ...] = (
-    Integer("num_key_value_heads", "kv_heads", 4),
-    Integer("head_dim", "head_dim", 256),
-    Integer("intermediate_size", "mlp_width", 9216),
-    Biases("attention_bias", ("qkv", "out"), False),
-    WholeHeads(),
-    Scales(),
-    Only("use_bidirectional_attention", (None, False), written=False),
-)
 
-GEMMA2 = Family(
-    model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
-    models="Gemma 2",
-    table=(
+
+def _sizes(vocab: int) -> tuple[TableEntry, ...]:
+    """Entries of both. vocab: transformers' default of vocab_size"""
+    return (
         *decoder(
-            vocab=256000,
+            vocab,
             width=2304,
             layers=26,
             heads=8,
@@ -76,7 +66,22 @@ GEMMA2 = Family(
             tied=True,
             activation=ACTIVATION,
         ),
-        *SIZES,
+        Integer("num_key_value_heads", "kv_heads", 4),
+        Integer("head_dim", "head_dim", 256),
+        Integer("intermediate_size", "mlp_width", 9216),
+        Biases("attention_bias", ("qkv", "out"), False),
+        WholeHeads(),
+        Scales(),
+        Only("use_bidirectional_attention", (None, False), written=False),
+    )
+
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    models="Gemma 2",
+    table=(
+        *_sizes(vocab=256000),
         Float("attn_logit_softcapping", "attention_softcap", 50.0, null=0.0),
         Float("final_logit_softcapping", "logit_softcap", 30.0, null=0.0),
         RotaryPositions(8192),
@@ -90,16 +95,7 @@ GEMMA3_TEXT = Family(
     architecture="Gemma3ForCausalLM",
     models="Gemma 3 270M, 1B, and the text of others",
     table=(
-        *decoder(
-            vocab=262208,
-            width=2304,
-            layers=26,
-            heads=8,
-            epsilon=1e-6,
-            tied=True,
-            activation=ACTIVATION,
-        ),
-        *SIZES,
+        *_sizes(vocab=262208),
         # transformers reads the field and has no use for it
         Only("attn_logit_softcapping", (None,)),
         Float("final_logit_softcapping", "logit_softcap", None, null=0.0),

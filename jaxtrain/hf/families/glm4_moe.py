@@ -2,7 +2,6 @@
 
 from jaxtrain.hf.entries import (
     Biases,
-    Float,
     FullAttention,
     Integer,
     Predictions,
@@ -12,10 +11,11 @@ from jaxtrain.hf.entries import (
 from jaxtrain.hf.families.family import (
     DEEPSEEK_ALIASES,
     ROUTER_TRAINING,
-    SIGMOID_ROUTER,
     Family,
     decoder,
     decoder_rules,
+    experts,
+    sigmoid_router,
 )
 from jaxtrain.hf.layer_types import DenseLayers
 
@@ -29,15 +29,9 @@ GLM4_MOE = Family(
         *decoder(vocab=151552, width=4096, layers=46, heads=96, epsilon=1e-5),
         Integer("num_key_value_heads", "kv_heads", 8),
         Integer("head_dim", "head_dim", None, null=0),
-        Integer("intermediate_size", "mlp_width", 10944),
-        Integer("moe_intermediate_size", "expert_width", 1408),
-        Integer("n_routed_experts", "experts", 128),
-        Integer("num_experts_per_tok", "experts_per_token", 8),
+        *experts(mlp=10944, width=1408, count=128),
         Integer("n_shared_experts", "shared_experts", 1, least=0),
-        Integer("n_group", "router_groups", 1),
-        Integer("topk_group", "router_group_limit", 1),
-        Float("routed_scaling_factor", "router_scale", 1.0),
-        *SIGMOID_ROUTER,
+        *sigmoid_router(groups=1, group_limit=1, scale=1.0),
         Switch("use_qk_norm", "qk_norm", False),
         Biases("attention_bias", ("qkv",), False),
         RotaryPositions(LONGEST, part=0.5),
