@@ -98,13 +98,15 @@ def test_a_layer_has_its_row_and_its_entry():
 
 
 def bodies(loops) -> int:
-    return sum(len(loop.runs) for loop in loops)
+    return sum(len(loop.stretches) for loop in loops)
 
 
 def shapes(loops) -> list:
     """The loops as (repeats, [(kind, trips or None where they differ)])."""
     known = lambda count: int(count.flat[0]) if np.ptp(count) == 0 else None
-    return [(loop.repeats, [(r.label.kind, known(r.count)) for r in loop.runs]) for loop in loops]
+    return [
+        (loop.repeats, [(s.label.kind, known(s.count)) for s in loop.stretches]) for loop in loops
+    ]
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ class LayerStack:
         """True if an op gathers a layer's parameters while the layer before computes."""
         # Layers of several forms have arrays of different shapes. A loop whose next layer is known
         # by its index alone cannot carry them, and gathers each layer where it is used.
-        is_known = all(run.is_known for loop in loops for run in loop.runs)
+        is_known = all(each.is_known for loop in loops for each in loop.stretches)
         if not self._collectives.zero.gathers_in_ops or (self._has_forms and not is_known):
             return False
         forms = {layers.form for layers in self.ranges}
