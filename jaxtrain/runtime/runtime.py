@@ -26,7 +26,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names, stacked_kinds
+from jaxtrain.config.groups.layer_kinds import (
+    has_dropout,
+    kind_names,
+    kinds_of_layers,
+    stacked_kinds,
+)
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -435,8 +440,7 @@ class Runtime:
             unit,
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
-            stacked_kinds(cfg),
-            cfg.dense_layers,
+            kinds_of_layers(cfg),
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
         if self._ticks is None:

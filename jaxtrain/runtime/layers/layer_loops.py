@@ -108,15 +108,15 @@ class UnitCollectives:
 
     zero: whether ops gather each layer's parameters before they use them, and reduce its gradients
         once they have them
-    reductions: the `Reduction` of each parameter, in a pytree like one layer's parameters; it may
-        be None where ops do neither
+    reductions: the `Reduction` of each parameter, in a pytree like one layer's parameters, {form:
+        pytree} where layers are of several forms; it may be None where ops do neither
     """
 
     zero: Zero = Zero()
     reductions: Any = None
 
     def of_form(self, form: str) -> "UnitCollectives":
-        """Those of one form, of which `reductions` has a tree each; "" where there is one."""
+        """The collectives with the reductions of one form's layers; form: "" where there is one"""
         return dataclasses.replace(self, reductions=self.reductions[form]) if form else self
 
     @property
@@ -287,6 +287,32 @@ def plan_loops(stages: Sequence[list[Trip]], peel_first: bool = False) -> list[L
     return [_loop(part, steps) for part in parts]
 
 
+class UnitLoops(NamedTuple):
+    """The loops over layers of one unit, and the rows of these in the stacks of their forms.
+
+    first_rows: for each stage the row of the layer that runs first
+    way: 1, or −1 where rows go down
+    """
+
+    loops: list[Loop]
+    first_rows: list[int]
+    way: int
+
+
+def plan_unit(
+    stages: Sequence[list[Trip]], reverse: bool = False, peel_first: bool = False
+) -> UnitLoops:
+    """The loops over layers of a unit, in their order or in `reverse`.
+
+    stages: the layers of each stage in their order (`layers_in_order`)
+    peel_first: as for `plan_loops`
+    """
+    if reverse:
+        stages = [of_stage[::-1] for of_stage in stages]
+    rows = [LayerIndex(*of_stage[0].values).row if of_stage else 0 for of_stage in stages]
+    return UnitLoops(plan_loops(stages, peel_first), rows, -1 if reverse else 1)
+
+
 # Trips as a loop runs them, by stage, by repeat and by stretch.
 _Part = list[list[list[list[Trip]]]]
 
@@ -399,21 +425,15 @@ def run_loops(loops: Sequence[Loop], stage, body: LayerBody, parameters: Callabl
 
 
 def run_loops_gathering(
-    loops: Sequence[Loop],
+    plan: UnitLoops,
     stage,
     body: LayerBody,
     gathered: Callable[[LayerRange, LayerNumber], Any],
-    first_rows: Sequence[int],
-    way: int,
     carry,
 ):
     """carry = body(range, i, gathered(range, i's row), carry) for each layer i. `gathered` has
     collectives: each layer's trip begins with those of the next layer, so that they overlap with
-    this layer's products. If layers are of several forms, stages have the same ones.
-
-    first_rows: for each stage the row of the layer that runs first
-    way: 1, or −1 where rows go down
-    """
+    this layer's products. If layers are of several forms, stages have the same ones."""
 
     def repeat(loop: Loop, number: LayerNumber, following: _Following, state):
         """One repeat of a loop, before the layer `following`, if any."""
@@ -425,7 +445,7 @@ def run_loops_gathering(
                 parameters, carry = state
                 i = LayerIndex(*each.after(first, number))
                 # Before the body, which does not depend on it: so XLA may start the gather first.
-                after = after if last else (each.label, i.row + way)
+                after = after if last else (each.label, i.row + plan.way)
                 ahead = gathered(*after) if after else None
                 return ahead, body(each.label, i, parameters, carry)
 
@@ -439,9 +459,9 @@ def run_loops_gathering(
         return state
 
     # The first layer's parameters are gathered before all loops; nothing overlaps with that.
-    row = _entry(np.array(first_rows)[:, None], stage, 0)
-    state = gathered(loops[0].stretches[0].label, row), carry
-    for loop, after in zip(loops, [*loops[1:], None], strict=True):
+    row = _entry(np.array(plan.first_rows)[:, None], stage, 0)
+    state = gathered(plan.loops[0].stretches[0].label, row), carry
+    for loop, after in zip(plan.loops, [*plan.loops[1:], None], strict=True):
         following = _first_layer(after.stretches[0], stage, 0) if after else None
         head, peels = loop.stretches[0], loop.stretches[-1].has_layers
         peels = loop.repeats == 1 or (peels and not _same_form(head, following))
