@@ -204,7 +204,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     }
     return SlotCounts(
         pools,
-        placement.kinds_of_units(step.model.stack) if placement else [[""] * layers],
+        placement.kinds_of_units(step.model.stack) if placement else [step.model.stack[:layers]],
         layers - saved,
         placement.stored_layers if placement else (layers * v,),
         step.settings.vocabulary_parallel,
