@@ -421,7 +421,7 @@ def _dense_working(step: StepModel) -> float:
     if not layers or step.layout.stage == 1:
         return 0.0
     parameters = max(kind.layer_parameters(True) for kind, _ in step.kinds(dense=True))
-    saved = [(layer_bytes(kind, True, "none"), part) for kind, part in step.kinds(dense=True)]
-    of_one = sum(part * (layer.residual_b + layer.residual_w) for layer, part in saved)
+    saved = lambda kind: sum(layer_bytes(kind, True, "none")[:2])  # both residuals
+    of_one = step.mean_of_kinds(saved, dense=True)
     of_one += step.item * sharded * step.layer_parameters(True)
     return layers * of_one + (step.item + FLOAT32 * sharded) * parameters

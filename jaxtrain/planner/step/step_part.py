@@ -79,6 +79,11 @@ class StepPart(StepSizes):
         counts = self.model.counts[dense]
         return [(self.of_kind(kind), n / counts.total()) for kind, n in counts.items()]
 
+    def mean_of_kinds(self, number: Callable[[Self], float], dense: bool = False) -> float:
+        """The mean over the layers of a number that steps, or parts, of one kind have. dense: over
+        the layers before those with experts"""
+        return sum(part * number(kind) for kind, part in self.kinds(dense))
+
     def part(self, kind: type[AnyPart]) -> AnyPart:
         """The step's part of this kind, whose `reads` are among this one's."""
         kind = self.settings.changed.get(kind, kind)
