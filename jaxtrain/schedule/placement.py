@@ -273,7 +273,7 @@ class Placement:
         return [i for i in layers if not form or self.forms[i] == form]
 
     def held(self, local_unit: int, stage: int, form: str = "") -> range:
-        """The same layers by their numbers among all layers of the form."""
+        """The layers of `stack`, by their numbers among all layers of the form."""
         layers = self.layers_of(local_unit, stage)
         if not form:
             return layers

@@ -52,7 +52,7 @@ _FOLLOWS = (
     ("head_dim", "value_head_dim"),
     ("mlp_width", "expert_width"),
 )
-Model = TypeVar("Model", bound=ModelConfig)
+AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 
 
 def kinds_of_layers(model: ModelConfig) -> tuple[str, ...]:
@@ -71,13 +71,13 @@ def kind_names(model: ModelConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stacked_kinds(model)))
 
 
-def models_of_kinds(model: Model) -> dict[str, Model]:
+def models_of_kinds(model: AnyModel) -> dict[str, AnyModel]:
     """Kind → the model of its layers, in the order of the first layer of each, dense ones first."""
     return {kind: of_kind(model, kind) for kind in dict.fromkeys(kinds_of_layers(model))}
 
 
 @functools.lru_cache(2**10)
-def of_kind(model: Model, kind: str) -> Model:
+def of_kind(model: AnyModel, kind: str) -> AnyModel:
     """The model of the layers of one kind: without a pattern, and with the kind's settings. Whether
     there is such a kind is a rule's question (rules/kind_rules.py).
 
@@ -97,7 +97,7 @@ def of_kind(model: Model, kind: str) -> Model:
             changes.setdefault(follower, changes[name])
     changed = dataclasses.replace(model, pattern=(), kinds=(), **changes)
     # defaults that only layers of this kind have, such as the width of experts
-    return cast(Model, changed.resolve(model.max_positions))
+    return cast(AnyModel, changed.resolve(model.max_positions))
 
 
 @functools.lru_cache(2**10)
