@@ -265,7 +265,10 @@ def best_interval(step: StepModel) -> float | None:
 
 def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     """Bytes of each pool in the device's memory."""
+    # Units' inputs, and gradients of their outputs, are as large for all kinds of layers.
+    message = layer_bytes(step.of_kind(step.model.stack[0])).input
     pools: dict[str, float] = collections.defaultdict(float)
+    pools |= {pool: slots.pools[pool] * message for pool in ("activation", "gradient")}
     of_layer = ("residual_b", "residual_w", "weight_stash", "layer_input")
     for remat, names in (("", of_layer), ("none", SAVED)):
         for layer, kinds in _pooled(step, remat).items():
@@ -273,7 +276,6 @@ def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
             sizes = (*on_device, layer.weight_stash, layer.input)
             for pool, size in zip(names, sizes, strict=False):
                 pools[pool] += slots.of_layers(pool, kinds) * size
-            pools |= {pool: slots.pools[pool] * layer.input for pool in ("activation", "gradient")}
     offloaded = (*SAVED[:2], "residual_b", "residual_w") * step.layout.offloads("activations")
     if step.layout.recomputation.mode == "full":
         inputs = "layer_input" if slots.pools.get("layer_input") else "activation"

@@ -84,13 +84,13 @@ class StepPart(StepSizes):
         the layers before those with experts"""
         return sum(part * number(kind) for kind, part in self.kinds(dense))
 
-    def part(self, kind: type[AnyPart]) -> AnyPart:
-        """The step's part of this kind, whose `reads` are among this one's."""
-        kind = self.settings.changed.get(kind, kind)
-        key = kind, operator.attrgetter(*kind.reads)(self.layout)
+    def part(self, part: type[AnyPart]) -> AnyPart:
+        """The step's part of this class, whose `reads` are among this one's."""
+        part = self.settings.changed.get(part, part)
+        key = part, operator.attrgetter(*part.reads)(self.layout)
         if key not in self._parts:
-            layout = Layout(**dict(zip(kind.reads, key[1], strict=True)))
-            self._parts[key] = self.as_part(kind, layout)
+            layout = Layout(**dict(zip(part.reads, key[1], strict=True)))
+            self._parts[key] = self.as_part(part, layout)
         return self._parts[key]
 
     @functools.cached_property
