@@ -3,7 +3,7 @@
 Begin with `plan_loops`: it turns the layers of each stage, in the order in which they run, into a
 list of `Loop`s. The plan computes nothing on a device and can be printed. `run_trips_of` runs any
 plan; `run_loops` runs one of layers whose parameters are at hand, and `run_loops_gathering` one
-where ZeRO-3 gathers them layer by layer. `UnitCollectives` has ZeRO's collectives themselves.
+(of `plan_unit`) where ZeRO-3 gathers them layer by layer. `UnitCollectives` has ZeRO's collectives.
 
 A loop repeats stretches: layers of one range, one after the other. Ranges differ in what they save,
 and in their kind. Nine layers of a pattern of three windows (w) and one full attention (f):
