@@ -79,6 +79,7 @@ GROUPED = {
     "planner/search/explain.py": "planner/command/test_command.py",
     "planner/search/layout_flag.py": "planner/command/test_command.py",
     "runtime/updates.py": "training/test_several_steps.py",
+    "runtime/batch.py": "runtime/test_predictions.py",
     "runtime/embedding_and_head.py": "runtime/test_predictions.py",
     "runtime/runtime.py": "runtime/test_program.py",
     "runtime/layers/saved_bytes.py": "planner/step/test_saved.py",

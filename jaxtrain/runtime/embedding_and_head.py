@@ -33,7 +33,6 @@ from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.transformer import ModelParts, add_position_gradient, scaled
 from jaxtrain.parallel import fp8
-from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.dropout import EMBEDDINGS, dropout, layer_noise
 from jaxtrain.parallel.tensor import add_lookup_gradient
 from jaxtrain.parallel.zero import (
@@ -45,6 +44,7 @@ from jaxtrain.parallel.zero import (
     sequences_to_columns,
     unsharded_shape,
 )
+from jaxtrain.runtime.batch import extra_inputs, take
 from jaxtrain.runtime.loss import (
     LossInputs,
     LossRule,
@@ -54,38 +54,6 @@ from jaxtrain.runtime.loss import (
     loss_sum,
 )
 from jaxtrain.runtime.tick_state import Constants, ModelTree, TickState, Tree
-
-
-def take(a, i):
-    """a[i] for a traced i."""
-    return lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
-
-
-def look_ahead(batch: Tree, depth: int) -> Tree:
-    """A batch of full sequences [..., T] with what the modules of multi-token prediction need, if
-    there are any, under "mtp": for module d = "0", "1", … the tokens d + 1 positions later, with
-    their targets and weights. The weights are 0 where a document or the sequence ends before."""
-    # Tokens a b c d with targets b c d e: module "0" gets tokens b c d 0 and targets c d e 0, so at
-    # position 0 it reads b and predicts c, the second token after a.
-    modules = {}
-    for d in range(depth):
-        later = lambda a, d=d: jnp.pad(a[..., d + 1 :], (*[(0, 0)] * (a.ndim - 1), (0, d + 1)))
-        module = {name: later(batch[name]) for name in ("tokens", "targets", "weights")}
-        if "segments" in batch:
-            same = batch["segments"] == later(batch["segments"])
-            module["weights"] = jnp.where(same, module["weights"], 0)
-        modules[str(d)] = module
-    return {**batch, "mtp": modules} if depth else batch
-
-
-def extra_inputs(batch: Tree, microbatch) -> tuple[jax.Array | None, ...]:
-    """What every layer reads beside its input: positions [B or 1, T]; segments [B, T] or, if a
-    sequence is one document, None; in training with dropout also noise (parallel/dropout.py)."""
-    of = lambda name: take(batch[name], microbatch) if name in batch else None
-    positions, noise = of("positions"), of("noise")
-    if positions is None:
-        positions = context.positions(batch["tokens"].shape[-1])
-    return positions, of("segments"), *(() if noise is None else (noise,))
 
 
 class HeadTree(NamedTuple):

@@ -26,17 +26,22 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jaxtrain.config.groups.layer_kinds import has_dropout, kind_names, stacked_kinds
+from jaxtrain.config.groups.layer_kinds import (
+    has_dropout,
+    kind_names,
+    kinds_of_layers,
+    stacked_kinds,
+)
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, replicas
 from jaxtrain.parallel.attention import context
-from jaxtrain.parallel.dropout import token_noise
 from jaxtrain.parallel.fp8 import Fp8
 from jaxtrain.parallel.zero import Zero
-from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, extra_inputs, look_ahead
+from jaxtrain.runtime.batch import extra_inputs, look_ahead, with_noise, with_scaled_weights
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
 from jaxtrain.runtime.layers.layer_loops import UnitCollectives
 from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.layers.saved_bytes import RuntimeLayer, examples, in_manual_region
@@ -168,8 +173,7 @@ class Runtime:
           step: the number of steps before this one, on which dropout depends.
         """
         losses = Losses(P(), P(), dict.fromkeys(self._further_weights, P()))
-        # before sequences are split over `context`: the next token may be on another device
-        batch = self._with_noise(look_ahead(batch, self.parts.cfg.mtp_depth), step)
+        batch = self._for_training(batch, step)
         columns = self._columns(batch) if columns is None else columns
         out_specs = LossesAndGradients(losses, self._parameters.stored_specs().present())
         return self._in_manual_region(self._losses_and_gradients, params, batch, columns, out_specs)
@@ -191,7 +195,7 @@ class Runtime:
           batch: as for `losses`, of all steps: [steps · microbatches, sequences, T].
           step: the number of steps before the first one.
         """
-        batch = self._with_noise(look_ahead(batch, self.parts.cfg.mtp_depth), step)
+        batch = self._for_training(batch, step)
         specs = values_specs(stored, self._parameters.stored_specs().present())
         losses = Losses(P(), P(), dict.fromkeys(self._further_weights, P()))
         out_specs = StepsResults(P(), losses, P(), P(), specs)
@@ -210,16 +214,14 @@ class Runtime:
         ranges = in_manual_region(make, self.mesh, self.collective_matmul, self.mesh)
         return self._units.slot_bytes(ranges, self.mesh.shape[MODEL])
 
-    def _with_noise(self, batch: dict, first_step: jax.Array | int) -> dict:
-        """The batch of one or several steps with the noise of its tokens, if training drops
-        numbers: an array like the others, whose shards a device has with its tokens."""
+    def _for_training(self, batch: dict, first_step: jax.Array | int) -> dict:
+        """A batch of one or several steps with all that ops of training read of it."""
+        # before sequences are split over `context`: the next token may be on another device
+        batch = look_ahead(batch, self.parts.cfg.mtp_depth)
         if not has_dropout(self.parts.cfg):
             return batch
-        steps = self.slotted.table.steps if self.slotted else 1
-        shape = (batch["tokens"].shape[0] // steps, *batch["tokens"].shape[1:])
         separate = replicas.count(self.mesh) if self.independent_replicas else 1
-        of_steps = [token_noise(self.seed, first_step + i, shape, separate) for i in range(steps)]
-        return {**batch, "noise": jnp.concatenate(of_steps)}
+        return with_noise(batch, self.seed, first_step, self._steps, separate)
 
     # ------------------------------------------------------------------ plans, without arrays
 
@@ -247,6 +249,10 @@ class Runtime:
             self.fp8,
             self.mesh.shape,
         )
+
+    @property
+    def _steps(self) -> int:
+        return self.slotted.table.steps if self.slotted else 1
 
     @functools.cached_property
     def _ticks(self) -> TickTable | None:
@@ -335,8 +341,7 @@ class Runtime:
         columns: TickColumns,
         stored: ValuesAndOptimizer,
     ) -> StepsResults:
-        assert self.slotted
-        steps = self.slotted.table.steps
+        steps = self._steps
         constants, tokens = self._constants(params, batch)
         loss, further = jnp.zeros(steps), {name: jnp.zeros(steps) for name in self._further_weights}
         sums = self._parameters.zero_sums(constants.params)
@@ -371,24 +376,10 @@ class Runtime:
         return psum(loss, (*replicas.sum_axes(self.independent_replicas), STAGE))
 
     def _constants(self, params: dict, batch: dict) -> tuple[Constants, jax.Array]:
-        """Returns (the parameters in the compute type with the batch; the number of weighted
-        tokens, a scalar, or [steps] for a table of several).
-
-        The batch's weights sum to 1 in each step, those of the modules of multi-token prediction
-        together to `mtp_weight`.
-        """
-        # Tokens are counted before the first tick: the first microbatch's backward runs before the
-        # last one's forward, and divides by them.
+        """Returns (the parameters in the compute type with the batch, its weights scaled; the
+        number of weighted tokens, a scalar, or [steps] for a table of several)."""
         axes = replicas.sum_axes(self.independent_replicas)
-        steps = self.slotted.table.steps if self.slotted else 1
-        weights, tokens = _scaled_to(1.0, batch["weights"], steps, axes)
-        batch = {**batch, "weights": weights}
-        if "mtp" in batch:
-            share = self.parts.cfg.mtp_weight / self.parts.cfg.mtp_depth
-            batch["mtp"] = {
-                d: {**module, "weights": _scaled_to(share, module["weights"], steps, axes)[0]}
-                for d, module in batch["mtp"].items()
-            }
+        batch, tokens = with_scaled_weights(batch, self.parts.cfg, self._steps, axes)
         return Constants(self._parameters.constants(params), batch), tokens
 
     def _scan(
@@ -435,8 +426,7 @@ class Runtime:
             unit,
             lax.axis_index(STAGE),
             UnitCollectives(self.zero, reductions.layers[str(unit)]),
-            stacked_kinds(cfg),
-            cfg.dense_layers,
+            kinds_of_layers(cfg),
         )
         # One stage sends nothing and needs no slots: a microbatch is one op, with its backward.
         if self._ticks is None:
@@ -456,21 +446,6 @@ def _tick_table(slotted: SlottedTable, zero: Zero) -> TickTable:
     # does for all W, and a tick has no second loop.
     columns = dataclasses.replace(ticks.columns, last_weights=last_weights(slotted.table))
     return dataclasses.replace(ticks, columns=columns)
-
-
-def _scaled_to(
-    target: float, weights: jax.Array, steps: int, axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (the weights scaled to a sum of `target` over the global batch of each step, their
-    sum before). axes: of the mesh, over which the batch is split"""
-    # A batch without weighted tokens has a loss of 0, and no division by 0.
-    if steps == 1:
-        total = psum(weights.astype(jnp.float32).sum(), axes)
-        return weights * (target / jnp.maximum(total, 1)), total
-    of_steps = weights.reshape(steps, -1, *weights.shape[1:])
-    total = psum(of_steps.astype(jnp.float32).sum((1, 2, 3)), axes)
-    scale = target / jnp.maximum(total, 1)
-    return (of_steps * scale[:, None, None, None]).reshape(weights.shape), total
 
 
 def _of_one_replica(body: Callable) -> Callable:

@@ -33,7 +33,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.mesh import STAGE, on_tpu
-from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, extra_inputs
+from jaxtrain.runtime.batch import extra_inputs
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
 from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.tick_ops import TickOp, tick_ops
 from jaxtrain.runtime.tick_state import Constants, Pools, TickState, merged, only

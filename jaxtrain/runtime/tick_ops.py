@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.host_memory import read_at, write_at
-from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, extra_inputs
+from jaxtrain.runtime.batch import extra_inputs
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
 from jaxtrain.runtime.layers import overlapped
 from jaxtrain.runtime.layers.layer_stack import LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged

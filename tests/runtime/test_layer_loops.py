@@ -14,6 +14,7 @@ from jaxtrain.runtime.layers.layer_loops import (
     Trip,
     layers_in_order,
     plan_loops,
+    plan_unit,
     run_loops,
     run_loops_gathering,
     run_trips_of,
@@ -98,13 +99,15 @@ def test_a_layer_has_its_row_and_its_entry():
 
 
 def bodies(loops) -> int:
-    return sum(len(loop.runs) for loop in loops)
+    return sum(len(loop.stretches) for loop in loops)
 
 
 def shapes(loops) -> list:
     """The loops as (repeats, [(kind, trips or None where they differ)])."""
     known = lambda count: int(count.flat[0]) if np.ptp(count) == 0 else None
-    return [(loop.repeats, [(r.label.kind, known(r.count)) for r in loop.runs]) for loop in loops]
+    return [
+        (loop.repeats, [(s.label.kind, known(s.count)) for s in loop.stretches]) for loop in loops
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,12 +146,10 @@ def runs_gathering(ranges, stages, stage: int, reverse: bool = False) -> list[st
         return [*carry, (layers, tuple(map(int, i)))]
 
     trips = [layers_in_order(ranges, kinds) for kinds in stages]
-    trips = [of_stage[::-1] if reverse else of_stage for of_stage in trips]
-    loops = plan_loops(trips)
-    rows = [of_stage[0].values[1] if of_stage else 0 for of_stage in trips]
-    order = run_loops_gathering(loops, stage, body, gathered, rows, -1 if reverse else 1, [])
-    assert order == trips[stage]
-    alone = run_loops(loops, stage, body, lambda layers, row: (layers.form, int(row)), [])
+    plan = plan_unit(trips, reverse)
+    order = run_loops_gathering(plan, stage, body, gathered, [])
+    assert order == (trips[stage][::-1] if reverse else trips[stage])
+    alone = run_loops(plan.loops, stage, body, lambda layers, row: (layers.form, int(row)), [])
     assert alone == order
     return events[: -len(order)]
 

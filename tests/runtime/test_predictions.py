@@ -19,7 +19,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.models import transformer
 from jaxtrain.pipeline.setup import make_setup, times_of
 from jaxtrain.planner.layer.model import model_of
-from jaxtrain.runtime.embedding_and_head import look_ahead
+from jaxtrain.runtime.batch import look_ahead
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
 

@@ -384,7 +384,7 @@ class MeanLayer(StepPart):
         """Seconds that overlapped cells save in one layer."""
         remat = self.layout.recomputation
         layer = self._layer(remat.mode if remat.layers is None else "none")
-        return sum(part * kind.saved_by_overlap for kind, part in layer.kinds())
+        return layer.mean_of_kinds(lambda kind: kind.saved_by_overlap)
 
     def _layer(self, mode: str) -> LayerTime:
         """A layer of this mode of recomputation."""

@@ -204,7 +204,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     }
     return SlotCounts(
         pools,
-        placement.kinds_of_units(step.model.stack) if placement else [[""] * layers],
+        placement.kinds_of_units(step.model.stack) if placement else [step.model.stack[:layers]],
         layers - saved,
         placement.stored_layers if placement else (layers * v,),
         step.settings.vocabulary_parallel,
@@ -265,7 +265,10 @@ def best_interval(step: StepModel) -> float | None:
 
 def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     """Bytes of each pool in the device's memory."""
+    # Units' inputs, and gradients of their outputs, are as large for all kinds of layers.
+    message = layer_bytes(step.of_kind(step.model.stack[0])).input
     pools: dict[str, float] = collections.defaultdict(float)
+    pools |= {pool: slots.pools[pool] * message for pool in ("activation", "gradient")}
     of_layer = ("residual_b", "residual_w", "weight_stash", "layer_input")
     for remat, names in (("", of_layer), ("none", SAVED)):
         for layer, kinds in _pooled(step, remat).items():
@@ -273,7 +276,6 @@ def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
             sizes = (*on_device, layer.weight_stash, layer.input)
             for pool, size in zip(names, sizes, strict=False):
                 pools[pool] += slots.of_layers(pool, kinds) * size
-            pools |= {pool: slots.pools[pool] * layer.input for pool in ("activation", "gradient")}
     offloaded = (*SAVED[:2], "residual_b", "residual_w") * step.layout.offloads("activations")
     if step.layout.recomputation.mode == "full":
         inputs = "layer_input" if slots.pools.get("layer_input") else "activation"
@@ -421,7 +423,7 @@ def _dense_working(step: StepModel) -> float:
     if not layers or step.layout.stage == 1:
         return 0.0
     parameters = max(kind.layer_parameters(True) for kind, _ in step.kinds(dense=True))
-    saved = [(layer_bytes(kind, True, "none"), part) for kind, part in step.kinds(dense=True)]
-    of_one = sum(part * (layer.residual_b + layer.residual_w) for layer, part in saved)
+    saved = lambda kind: sum(layer_bytes(kind, True, "none")[:2])  # both residuals
+    of_one = step.mean_of_kinds(saved, dense=True)
     of_one += step.item * sharded * step.layer_parameters(True)
     return layers * of_one + (step.item + FLOAT32 * sharded) * parameters

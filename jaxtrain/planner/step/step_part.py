@@ -79,13 +79,18 @@ class StepPart(StepSizes):
         counts = self.model.counts[dense]
         return [(self.of_kind(kind), n / counts.total()) for kind, n in counts.items()]
 
-    def part(self, kind: type[AnyPart]) -> AnyPart:
-        """The step's part of this kind, whose `reads` are among this one's."""
-        kind = self.settings.changed.get(kind, kind)
-        key = kind, operator.attrgetter(*kind.reads)(self.layout)
+    def mean_of_kinds(self, number: Callable[[Self], float], dense: bool = False) -> float:
+        """The mean over the layers of a number that steps, or parts, of one kind have. dense: over
+        the layers before those with experts"""
+        return sum(part * number(kind) for kind, part in self.kinds(dense))
+
+    def part(self, part: type[AnyPart]) -> AnyPart:
+        """The step's part of this class, whose `reads` are among this one's."""
+        part = self.settings.changed.get(part, part)
+        key = part, operator.attrgetter(*part.reads)(self.layout)
         if key not in self._parts:
-            layout = Layout(**dict(zip(kind.reads, key[1], strict=True)))
-            self._parts[key] = self.as_part(kind, layout)
+            layout = Layout(**dict(zip(part.reads, key[1], strict=True)))
+            self._parts[key] = self.as_part(part, layout)
         return self._parts[key]
 
     @functools.cached_property

@@ -197,8 +197,7 @@ class StepModel(StepPart):
         elif remat == SELECTIVE:
             layer = self.on(self.layout.with_remat(remat)).part(LayerTime)
             of_core = 0.5 if causal else 1.0
-            recomputed = model.layers * sum(
-                part * kind.flops_made_again(of_core * kind.model.attention_flops())
-                for kind, part in layer.kinds()
+            recomputed = model.layers * layer.mean_of_kinds(
+                lambda kind: kind.flops_made_again(of_core * kind.model.attention_flops())
             )
         return self.model_flops() + self.layout.batch * fraction * recomputed

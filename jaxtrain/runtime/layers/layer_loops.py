@@ -3,10 +3,10 @@
 Begin with `plan_loops`: it turns the layers of each stage, in the order in which they run, into a
 list of `Loop`s. The plan computes nothing on a device and can be printed. `run_trips_of` runs any
 plan; `run_loops` runs one of layers whose parameters are at hand, and `run_loops_gathering` one
-where ZeRO-3 gathers them layer by layer. `UnitCollectives` has ZeRO's collectives themselves.
+(of `plan_unit`) where ZeRO-3 gathers them layer by layer. `UnitCollectives` has ZeRO's collectives.
 
-A loop repeats runs: layers of one range, one after the other. Ranges differ in what they save, and
-in their kind. Nine layers of a pattern of three windows (w) and one full attention (f):
+A loop repeats stretches: layers of one range, one after the other. Ranges differ in what they save,
+and in their kind. Nine layers of a pattern of three windows (w) and one full attention (f):
 
     all stages w w w f w w w f w     2 × (w 3, f 1); then w 1
     stage 0    w w w f w             2 × (w 3, f 1 | w 1, f 0) on stage 0,
@@ -32,7 +32,7 @@ from jaxtrain.parallel.zero import Zero, gather, in_memory_order, in_order, redu
 
 LayerNumber = Any  # an int, or a traced int32
 LayerBody = Callable  # (a layer's range, its LayerIndex, its parameters, carry) → carry
-# A plan whose runs have more bodies than this takes kinds from a table, with one body for each.
+# A plan whose stretches have more bodies than this takes kinds from a table, and each has one body.
 MOST_BODIES = 8
 
 
@@ -108,15 +108,15 @@ class UnitCollectives:
 
     zero: whether ops gather each layer's parameters before they use them, and reduce its gradients
         once they have them
-    reductions: the `Reduction` of each parameter, in a pytree like one layer's parameters; it may
-        be None where ops do neither
+    reductions: the `Reduction` of each parameter, in a pytree like one layer's parameters, {form:
+        pytree} where layers are of several forms; it may be None where ops do neither
     """
 
     zero: Zero = Zero()
     reductions: Any = None
 
     def of_form(self, form: str) -> "UnitCollectives":
-        """Those of one form, of which `reductions` has a tree each; "" where there is one."""
+        """The collectives with the reductions of one form's layers; form: "" where there is one"""
         return dataclasses.replace(self, reductions=self.reductions[form]) if form else self
 
     @property
@@ -185,7 +185,7 @@ class Trip(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Run:
+class Stretch:
     """Trips of one label that follow each other.
 
     first: ints [values, stages, repeats], the values of the first trip
@@ -229,9 +229,9 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """Runs one after the other, all of them `repeats` times."""
+    """Stretches one after the other, all of them `repeats` times."""
 
-    runs: list[Run]
+    stretches: list[Stretch]
     repeats: int = 1
 
 
@@ -287,32 +287,58 @@ def plan_loops(stages: Sequence[list[Trip]], peel_first: bool = False) -> list[L
     return [_loop(part, steps) for part in parts]
 
 
-# Trips as a loop runs them, by stage, by repeat and by run.
+class UnitLoops(NamedTuple):
+    """The loops over layers of one unit, and the rows of these in the stacks of their forms.
+
+    first_rows: for each stage the row of the layer that runs first
+    way: 1, or −1 where rows go down
+    """
+
+    loops: list[Loop]
+    first_rows: list[int]
+    way: int
+
+
+def plan_unit(
+    stages: Sequence[list[Trip]], reverse: bool = False, peel_first: bool = False
+) -> UnitLoops:
+    """The loops over layers of a unit, in their order or in `reverse`.
+
+    stages: the layers of each stage in their order (`layers_in_order`)
+    peel_first: as for `plan_loops`
+    """
+    if reverse:
+        stages = [of_stage[::-1] for of_stage in stages]
+    rows = [LayerIndex(*of_stage[0].values).row if of_stage else 0 for of_stage in stages]
+    return UnitLoops(plan_loops(stages, peel_first), rows, -1 if reverse else 1)
+
+
+# Trips as a loop runs them, by stage, by repeat and by stretch.
 _Part = list[list[list[list[Trip]]]]
 
 
 def _parts(stages: Sequence[Sequence[Trip]]) -> list[_Part]:
     """The trips of each stage, cut into the loops that run them: whole periods, and what is before
     and after them; or one loop over all, where stages differ."""
-    runs = [
-        [list(run) for _, run in itertools.groupby(trips, lambda trip: trip.label)]
+    stretches = [
+        [list(alike) for _, alike in itertools.groupby(trips, lambda trip: trip.label)]
         for trips in stages
     ]
-    shapes = [[(run[0].label, len(run)) for run in of_stage] for of_stage in runs]
+    shapes = [[(trips[0].label, len(trips)) for trips in of_stage] for of_stage in stretches]
     if all(shape == shapes[0] for shape in shapes):
         before, period, repeats = _period(shapes[0])
         after = before + period * repeats
         if before + period + len(shapes[0]) - after <= MOST_BODIES:
             cuts = [(0, before, 1), (before, period, repeats), (after, len(shapes[0]) - after, 1)]
             return [
-                [[of_stage[at + size * i :][:size] for i in range(count)] for of_stage in runs]
+                [[of_stage[at + size * i :][:size] for i in range(count)] for of_stage in stretches]
                 for at, size, count in cuts
                 if size
             ]
-    # Each repeat has a run of each label, in one order; the best order needs the fewest repeats.
+    # Each repeat has a stretch of each label, in one order; the best one needs the fewest repeats.
     labels = list(dict.fromkeys(label for shape in shapes for label, _ in shape))
     orders = [labels[i:] + labels[:i] for i in range(len(labels))]
-    options = [[_in_order(of_stage, order) for of_stage in runs] for order in orders]
+    options = [[_in_order(of_stage, order) for of_stage in stretches] for order in orders]
     part = min(options, key=lambda option: max(map(len, option)))
     none: list[list[Trip]] = [[] for _ in labels]
     most = max(map(len, part))
@@ -320,51 +346,51 @@ def _parts(stages: Sequence[Sequence[Trip]]) -> list[_Part]:
 
 
 def _period(shape: list) -> tuple[int, int, int]:
-    """Returns (the runs before the period, those of a period, its repeats), with the fewest bodies.
-    shape: the label and length of each run"""
+    """Returns (the stretches before the period, those of a period, its repeats), with the fewest
+    bodies. shape: the label and length of each stretch"""
     cuts = [(0, len(shape), 1)]
     for before, period in itertools.product(range(len(shape)), range(1, len(shape) // 2 + 1)):
         block, repeats = shape[before : before + period], 1
         while shape[before + period * repeats :][:period] == block:
             repeats += 1
         cuts.append((before, period, repeats))
-    # a run of each body; those beyond the first repeat have none of their own
+    # a stretch of each body; those beyond the first repeat have none of their own
     return max(cuts, key=lambda cut: cut[1] * (cut[2] - 1))
 
 
-def _in_order(runs: list[list[Trip]], labels: Sequence) -> list[list[list[Trip]]]:
-    """A stage's runs as repeats that have a run of each label, in this order; many are empty."""
+def _in_order(stretches: list[list[Trip]], labels: Sequence) -> list[list[list[Trip]]]:
+    """A stage's stretches as repeats that have one of each label, in this order; many are empty."""
     repeats: list[list[list[Trip]]] = []
     last = len(labels)
-    for run in runs:
-        number = labels.index(run[0].label)
+    for trips in stretches:
+        number = labels.index(trips[0].label)
         if number <= last:
             repeats.append([[] for _ in labels])
-        repeats[-1][number], last = run, number
+        repeats[-1][number], last = trips, number
     return repeats
 
 
 def _loop(part: _Part, steps: dict[Any, tuple[int, ...]]) -> Loop:
-    runs = []
+    stretches = []
     for number in range(len(part[0][0])):
         table = [[repeat[number] for repeat in of_stage] for of_stage in part]
-        label, values = next(run[0] for run in itertools.chain(*table) if run)
-        # Where a run is empty nothing reads its first trip. With another stage's there more of the
-        # table is known while tracing.
+        label, values = next(trips[0] for trips in itertools.chain(*table) if trips)
+        # Where a stretch is empty nothing reads its first trip. With another stage's there more of
+        # the table is known while tracing.
         others = [
-            next((run[0].values for run in of_repeat if run), values)
+            next((trips[0].values for trips in of_repeat if trips), values)
             for of_repeat in zip(*table, strict=True)
         ]
         first = [
-            [run[0].values if run else other for run, other in zip(of_stage, others, strict=True)]
+            [trips[0].values if trips else a for trips, a in zip(of_stage, others, strict=True)]
             for of_stage in table
         ]
-        count = np.array([[len(run) for run in of_stage] for of_stage in table])
+        count = np.array([[len(trips) for trips in of_stage] for of_stage in table])
         # Where none follows another one, any step will do but 0: values that no trip changes would
         # make all of a W's products invariant, and XLA would compute them before a loop of no trip.
         step = steps.get(label, (1,) * len(values))
-        runs.append(Run(label, np.moveaxis(np.array(first), -1, 0), count, step))
-    return Loop(runs, len(part[0]))
+        stretches.append(Stretch(label, np.moveaxis(np.array(first), -1, 0), count, step))
+    return Loop(stretches, len(part[0]))
 
 
 # --- three ways to run it -------------------------------------------------------------------------
@@ -373,17 +399,17 @@ def _loop(part: _Part, steps: dict[Any, tuple[int, ...]]) -> Loop:
 def run_trips_of(loops: Sequence[Loop], stage, step: Callable, carry):
     """carry = step(label, values, carry) in each trip. stage: this device's, a traced int32"""
 
-    def runs(loop: Loop, repeat: LayerNumber, carry):
-        for run in loop.runs:
-            first = run.values(stage, repeat)
-            trip = lambda number, carry, run=run, first=first: step(
-                run.label, run.after(first, number), carry
+    def repeat(loop: Loop, number: LayerNumber, carry):
+        for each in loop.stretches:
+            first = each.values(stage, number)
+            trip = lambda number, carry, each=each, first=first: step(
+                each.label, each.after(first, number), carry
             )
-            _, carry = run.run(stage, repeat, trip, carry)
+            _, carry = each.run(stage, number, trip, carry)
         return carry
 
     for loop in loops:
-        carry = run_trips(0, loop.repeats, functools.partial(runs, loop), carry)
+        carry = run_trips(0, loop.repeats, functools.partial(repeat, loop), carry)
     return carry
 
 
@@ -399,55 +425,49 @@ def run_loops(loops: Sequence[Loop], stage, body: LayerBody, parameters: Callabl
 
 
 def run_loops_gathering(
-    loops: Sequence[Loop],
+    plan: UnitLoops,
     stage,
     body: LayerBody,
     gathered: Callable[[LayerRange, LayerNumber], Any],
-    first_rows: Sequence[int],
-    way: int,
     carry,
 ):
     """carry = body(range, i, gathered(range, i's row), carry) for each layer i. `gathered` has
     collectives: each layer's trip begins with those of the next layer, so that they overlap with
-    this layer's products. If layers are of several forms, stages have the same ones.
-
-    first_rows: for each stage the row of the layer that runs first
-    way: 1, or −1 where rows go down
-    """
+    this layer's products. If layers are of several forms, stages have the same ones."""
 
     def repeat(loop: Loop, number: LayerNumber, following: _Following, state):
         """One repeat of a loop, before the layer `following`, if any."""
-        others = [_first_layer(run, stage, number) for run in loop.runs[1:]]
-        for run, after in zip(loop.runs, [*others, following], strict=True):
-            first = run.values(stage, number)
+        others = [_first_layer(each, stage, number) for each in loop.stretches[1:]]
+        for each, after in zip(loop.stretches, [*others, following], strict=True):
+            first = each.values(stage, number)
 
-            def trip(number: LayerNumber, state, run=run, first=first, last=False, after=after):
+            def trip(number: LayerNumber, state, each=each, first=first, last=False, after=after):
                 parameters, carry = state
-                i = LayerIndex(*run.after(first, number))
+                i = LayerIndex(*each.after(first, number))
                 # Before the body, which does not depend on it: so XLA may start the gather first.
-                after = after if last else (run.label, i.row + way)
+                after = after if last else (each.label, i.row + plan.way)
                 ahead = gathered(*after) if after else None
-                return ahead, body(run.label, i, parameters, carry)
+                return ahead, body(each.label, i, parameters, carry)
 
             # The last trip has nothing to gather, or arrays of other shapes than a loop carries. A
-            # stage may have no layer in the run: then it is in the loop, and may gather a layer
+            # stage may have no layer in the stretch: then it is in the loop, and may gather a layer
             # that nobody reads; its row is clamped.
-            peels = run.has_layers and not _same_form(run, after)
-            last, state = run.run(stage, number, trip, state, peeled=peels)
+            peels = each.has_layers and not _same_form(each, after)
+            last, state = each.run(stage, number, trip, state, peeled=peels)
             if peels:
                 state = trip(last, state, last=True)
         return state
 
     # The first layer's parameters are gathered before all loops; nothing overlaps with that.
-    row = _entry(np.array(first_rows)[:, None], stage, 0)
-    state = gathered(loops[0].runs[0].label, row), carry
-    for loop, after in zip(loops, [*loops[1:], None], strict=True):
-        following = _first_layer(after.runs[0], stage, 0) if after else None
-        head, peels = loop.runs[0], loop.runs[-1].has_layers
+    row = _entry(np.array(plan.first_rows)[:, None], stage, 0)
+    state = gathered(plan.loops[0].stretches[0].label, row), carry
+    for loop, after in zip(plan.loops, [*plan.loops[1:], None], strict=True):
+        following = _first_layer(after.stretches[0], stage, 0) if after else None
+        head, peels = loop.stretches[0], loop.stretches[-1].has_layers
         peels = loop.repeats == 1 or (peels and not _same_form(head, following))
 
         def in_loop(number: LayerNumber, state, loop=loop):
-            return repeat(loop, number, _first_layer(loop.runs[0], stage, number + 1), state)
+            return repeat(loop, number, _first_layer(loop.stretches[0], stage, number + 1), state)
 
         state = run_trips(0, loop.repeats - peels, in_loop, state)
         if peels:
@@ -459,12 +479,12 @@ def run_loops_gathering(
 _Following = tuple[LayerRange, LayerNumber] | None
 
 
-def _first_layer(run: Run, stage, repeat: LayerNumber) -> _Following:
-    return run.label, LayerIndex(*run.values(stage, repeat)).row
+def _first_layer(layers: Stretch, stage, repeat: LayerNumber) -> _Following:
+    return layers.label, LayerIndex(*layers.values(stage, repeat)).row
 
 
-def _same_form(run: Run, following: _Following) -> bool:
-    return following is not None and following[0].form == run.label.form
+def _same_form(layers: Stretch, following: _Following) -> bool:
+    return following is not None and following[0].form == layers.label.form
 
 
 def run_trips(start: LayerNumber, stop: LayerNumber, step: Callable, carry):

@@ -31,8 +31,10 @@ from jaxtrain.runtime.layers.layer_loops import (
     Loop,
     Trip,
     UnitCollectives,
+    UnitLoops,
     layers_in_order,
     plan_loops,
+    plan_unit,
     run_loops,
     run_loops_gathering,
     run_trips_of,
@@ -128,8 +130,7 @@ class LayerStack:
       unit: the local unit's number.
       stage: this device's stage, a traced int32.
       collectives: ZeRO's, inside the ops.
-      kinds: the kind of each layer of the placement; (): all are of one.
-      dense_layers: the model's layers before those of the placement.
+      kinds: of the model's layers, those before the placement's included; (): all are of one.
 
     The methods take `params`, the stacked parameters, with leaves [stack_size, ...], and `sums`,
     float32 sums of their gradients: {form: stacks} where layers are of several forms. `pools` and
@@ -148,12 +149,13 @@ class LayerStack:
         stage,
         collectives: UnitCollectives = WITHOUT_ZERO,
         kinds: tuple[str, ...] = (),
-        dense_layers: int = 0,
     ):
         self.unit, self.stage, self._collectives = str(unit), stage, collectives
-        # layer of the unit → its number in the model
-        self._numbers = dense_layers + jnp.asarray(placement.layer_index(unit))[stage]
         kinds = kinds or ("",) * placement.layers
+        before = len(kinds) - placement.layers
+        # layer of the unit → its number in the model
+        self._numbers = before + jnp.asarray(placement.layer_index(unit))[stage]
+        kinds = kinds[before:]
         self._units = placement.kinds_of_units(kinds)
         # A stage without the unit never runs its ops. With the layers of another stage in its place
         # it need not make the others' loops traced.
@@ -217,41 +219,21 @@ class LayerStack:
         reads = [layers.split.reads(op) for layers in self.ranges if layers.form == form]
         return jax.tree.map(lambda *of_ranges: any(of_ranges), *reads)
 
-    def _run(
-        self,
-        op: LayerOp,
-        body: LayerBody,
-        params,
-        carry,
-        reverse: bool = False,
-        peel_first: bool = False,
-        trips: Sequence[list[Trip]] | None = None,
-    ):
-        """carry = body(range, i, parameters of layer i, carry) for every layer i, in the order of
-        the layers or in `reverse`.
-
-        peel_first: the layer that runs first is not in a loop, so its body may return another carry
-            than it gets
-        trips: those of each stage; None: all layers
-        """
-        trips = self.trips if trips is None else trips
-        if not any(trips):  # no stage has a layer in this unit
+    def _run(self, op: LayerOp, body: LayerBody, params, carry, plan: UnitLoops):
+        """carry = body(range, i, parameters of layer i, carry) for every layer i of the plan. The
+        body of a peeled layer may return another carry than it gets."""
+        if not plan.loops:  # no stage has such a layer in this unit
             return carry
-        if reverse:
-            trips = [of_stage[::-1] for of_stage in trips]
         parameters = functools.partial(self.parameters, params, op=op)
-        loops = plan_loops(trips, peel_first)
-        if not self._gathers_ahead(op, loops):
-            return run_loops(loops, self.stage, body, parameters, carry)
-        rows = [LayerIndex(*of_stage[0].values).row if of_stage else 0 for of_stage in trips]
-        way = -1 if reverse else 1
-        return run_loops_gathering(loops, self.stage, body, parameters, rows, way, carry)
+        if not self._gathers_ahead(op, plan.loops):
+            return run_loops(plan.loops, self.stage, body, parameters, carry)
+        return run_loops_gathering(plan, self.stage, body, parameters, carry)
 
     def _gathers_ahead(self, op: LayerOp, loops: Sequence[Loop]) -> bool:
         """True if an op gathers a layer's parameters while the layer before computes."""
         # Layers of several forms have arrays of different shapes. A loop whose next layer is known
         # by its index alone cannot carry them, and gathers each layer where it is used.
-        is_known = all(run.is_known for loop in loops for run in loop.runs)
+        is_known = all(each.is_known for loop in loops for each in loop.stretches)
         if not self._collectives.zero.gathers_in_ops or (self._has_forms and not is_known):
             return False
         forms = {layers.form for layers in self.ranges}
@@ -262,7 +244,7 @@ class LayerStack:
     def output(self, params, x: jax.Array, extra) -> jax.Array:
         """The unit's output."""
         body = lambda layers, i, p, x: layers.split.layer(p, x, self.extra(extra, i))
-        return self._run(LayerOp.WHOLE, body, params, x)
+        return self._run(LayerOp.WHOLE, body, params, x, plan_unit(self.trips))
 
     def output_and_residuals(
         self, params, x: jax.Array, extra, pools: Pools, slots: TickSlots, op: str
@@ -282,13 +264,13 @@ class LayerStack:
             return y, self.slots(layers, i, slots).with_saved(pools, op, x, residuals)
 
         # R begins at the unit's input, and recomputed layers are its lowest ones.
-        trips = self._recomputed if op == "R" else self.trips
+        plan = plan_unit(self._recomputed if op == "R" else self.trips)
         ranges = [each for each in self.ranges if op != "R" or each.recomputed]
         names = {name for each in ranges for name in each.pools_of_forward}
         # As WHOLE, F gathers every parameter: some of its layers may run as they are written.
         layer_op = LayerOp.WHOLE if op == "F" else LayerOp.FORWARD
         carry = x, pools_of(pools, names)
-        y, written = self._run(layer_op, body, params, carry, trips=trips)
+        y, written = self._run(layer_op, body, params, carry, plan)
         return y, merged(pools, written)
 
     def rebuilt(self, params, extra, pools: Pools, slots: TickSlots) -> Pools:
@@ -323,11 +305,12 @@ class LayerStack:
         in_pairs = any(each.split.has_messages for each in ranges)
         # Gathered parameters come a layer ahead, which needs one layer a trip.
         if self._collectives.zero.gathers_in_ops or not in_pairs:
-            return merged(pools, self._run(op, body, params, written, trips=self._recomputed))
+            plan = plan_unit(self._recomputed)
+            return merged(pools, self._run(op, body, params, written, plan))
         loops = plan_loops([pairs_of(t[::2], t[1::2]) for t in self._recomputed])
         written = run_trips_of(loops, self.stage, pair, written)
         odd = [of_stage[len(of_stage) // 2 * 2 :] for of_stage in self._recomputed]
-        return merged(pools, self._run(op, body, params, written, trips=odd))
+        return merged(pools, self._run(op, body, params, written, plan_unit(odd)))
 
     def input_gradient(
         self, params, extra, pools: Pools, slots: TickSlots, g: jax.Array
@@ -346,7 +329,7 @@ class LayerStack:
         # The loops carry the pools that they write. What they only read they need not carry: it has
         # the same value in each trip.
         carry = g, pools_of(pools, (layers.weight_stash for layers in self.ranges))
-        g, written = self._run(op, body, params, carry, reverse=True)
+        g, written = self._run(op, body, params, carry, plan_unit(self.trips, reverse=True))
         return g, merged(pools, written)
 
     def weight_gradient(self, params, sums, extra, pools: Pools, slots: TickSlots):
@@ -357,7 +340,7 @@ class LayerStack:
             gradients = self.slots(layers, i, slots).weight_gradient(p, self.extra(extra, i), pools)
             return self._added(sums, gradients, layers.form, i.row)
 
-        return self._run(op, body, params, sums)
+        return self._run(op, body, params, sums, plan_unit(self.trips))
 
     def _added(self, sums, gradients, form: str, row: LayerNumber) -> Any:
         """`sums` + the gradients of the layer in a row of its form's stack."""
@@ -382,7 +365,8 @@ class LayerStack:
                 return (with_reduced(shards, total, form, i.row),)
             return with_reduced(shards, waiting[0], form, i.row - 1) if waiting else shards, total
 
-        shards, *waiting = self._run(op, body, params, (shards,), peel_first=late)
+        plan = plan_unit(self.trips, peel_first=late)
+        shards, *waiting = self._run(op, body, params, (shards,), plan)
         if not waiting:
             return shards
         last = jnp.asarray([len(of_stage) - 1 for of_stage in self.trips])[self.stage]
@@ -415,7 +399,8 @@ class LayerStack:
             pool = lambda a, hosted: host_memory.empty_pool((most, *a.shape), a.dtype, hosted)
             return jax.tree.map(pool, split.residuals, split.on_host)
 
-        return self._run(op, body, params, (x, {each.saved: empty(each) for each in self.ranges}))
+        carry = x, {each.saved: empty(each) for each in self.ranges}
+        return self._run(op, body, params, carry, plan_unit(self.trips))
 
     def gradients(self, params, sums, extra, saved, g: jax.Array) -> tuple[Any, jax.Array]:
         """Returns (`sums` + the gradients of the parameters, the gradient of the unit's input),
@@ -431,8 +416,8 @@ class LayerStack:
                 return g, self._added(sums, gradients, layers.form, i.row)
             return g, self._added(sums, waiting[0], "", i.row + 1) if waiting else sums, gradients
 
-        carry = g, sums
-        g, sums, *waiting = self._run(op, body, params, carry, reverse=True, peel_first=late)
+        plan = plan_unit(self.trips, reverse=True, peel_first=late)
+        g, sums, *waiting = self._run(op, body, params, (g, sums), plan)
         return self._added(sums, waiting[0], "", 0) if late else sums, g
 
 

@@ -14,6 +14,8 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.search.predict import predict
+from jaxtrain.planner.step.memory import memory
+from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.training.state import bytes_per_device
 from jaxtrain.training.step import Step, make_step
 
@@ -166,6 +168,15 @@ def test_slots_of_layers(recipe, remat, values, matmul):
     """
     config = small(recipe, values | {"pipeline.remat": remat, "precision.matmul": matmul})
     assert predict(config, SIMULATED).memory.pools == pools(config)
+
+
+def test_slots_of_layers_whose_one_kind_has_a_name():
+    values = {"mesh.expert": 1, "model.window": 512, "pipeline.remat": "selective"}
+    slots = [
+        memory(step_model_of(small("tiny", values | pattern), SIMULATED)).pools
+        for pattern in ({}, {"model.pattern": ("window",)})
+    ]
+    assert slots[0] == slots[1] and slots[0]["residual_b"]
 
 
 @pytest.mark.parametrize(
