@@ -145,12 +145,7 @@ def maxtext_reader(case: PeerCase, compiled: Compiled) -> SecondsReader:
     length = config.data.sequence_length
     tokens = config.data.batch_size * length * config.model.experts_per_token
     sizes = Sizes(length, length, tokens // (case.topology.devices * config.pipeline.microbatches))
-    loops = StepLoops(
-        compiled.program,
-        0,
-        op_runs={},
-        busy_ticks=0,
-    )
+    loops = StepLoops(compiled.program, 0, op_runs={}, busy_ticks=0)
     return SecondsReader(loops, mesh, PLATFORM, sizes)
 
 

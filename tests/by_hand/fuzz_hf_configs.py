@@ -151,6 +151,11 @@ def types(chance: Chance, values: Values) -> list[str]:
     return [chance.choice(TYPES) for _ in range(values["num_hidden_layers"])]
 
 
+def types_with_window(chance: Chance, values: Values) -> Any:
+    """The types of layers, where the config asks for windows."""
+    return types(chance, values) if values.get("use_sliding_window") else MISSING
+
+
 TYPES = ("full_attention", "sliding_attention")
 WINDOWS: Mapping[str, Draw] = {
     "num_hidden_layers": some(1, 2, 3, 5, 7),
@@ -248,9 +253,7 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "use_sliding_window": maybe(flag()),
         "sliding_window": maybe(window),
         "max_window_layers": maybe(between(0, 4)),
-        "layer_types": maybe(
-            lambda chance, v: types(chance, v) if v.get("use_sliding_window") else MISSING
-        ),
+        "layer_types": maybe(types_with_window),
         "head_dim": maybe(head_dim, 0.1),
     },
     "qwen3": {
@@ -262,9 +265,7 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "use_sliding_window": maybe(flag()),
         "sliding_window": maybe(window),
         "max_window_layers": maybe(between(0, 4)),
-        "layer_types": maybe(
-            lambda chance, v: types(chance, v) if v.get("use_sliding_window") else MISSING
-        ),
+        "layer_types": maybe(types_with_window),
     },
     "qwen3_moe": {
         **SIZES,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import attended
+from support import attended, small
 from support.attended import arrays, segments
 
 from jaxtrain.config import splash_backward
@@ -66,16 +66,11 @@ def assert_same_as_dense(case: Case, **settings) -> None:
     del rule["sinks"], rule["documents"], rule["tokens"]
     attend = lambda q, k, v, *sinks: attend_causal(q, k, v, own, chosen, None, *sinks)
     got, expected = (
-        jax.jit(functools.partial(with_gradients, fn))(given, g)
+        jax.jit(functools.partial(attended.with_gradients, fn))(*given, g)
         for fn in (attend, functools.partial(attended.dense, **rule))
     )
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def with_gradients(fn, given, g) -> list[jax.Array]:
-    y, vjp = jax.vjp(fn, *given)
-    return [y, *vjp(g)]
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -83,13 +78,7 @@ def test_all_scores_at_once(name):
     assert_same_as_dense(SHORT[name], kernel="xla")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if i == 0 else pytest.param(name, marks=pytest.mark.full)
-        for i, name in enumerate(BLOCKS)
-    ],
-)
+@pytest.mark.parametrize("name", small.named([*BLOCKS][:1], [*BLOCKS][1:]))
 def test_by_blocks(name, monkeypatch):
     monkeypatch.setattr(blockwise, "LEAST_KEYS", 1)
     monkeypatch.setattr(blockwise, "LEAST_BLOCK", 8)
@@ -97,13 +86,7 @@ def test_by_blocks(name, monkeypatch):
 
 
 @pytest.mark.parametrize("backward", ["auto", "two_kernels", "several calls"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if i == 0 else pytest.param(name, marks=pytest.mark.full)
-        for i, name in enumerate(SPLASH)
-    ],
-)
+@pytest.mark.parametrize("name", small.named([*SPLASH][:1], [*SPLASH][1:]))
 def test_splash(name, backward, monkeypatch):
     monkeypatch.setattr(splash, "MOST", splash.LANES)
     if backward == "several calls":  # one for each block of keys
@@ -146,7 +129,7 @@ def test_the_compiled_loops_are_those_of_a_window():
     q, k, v, g = arrays(batch=1, tokens=4096, heads=1, kv_heads=1, key=8, value=8)
     settings = AttentionSettings(kernel="xla", window=512)
     fn = lambda *given: attend_causal(*given, None, settings)
-    step = jax.jit(lambda q, k, v, g: with_gradients(fn, [q, k, v], g))
+    step = jax.jit(functools.partial(attended.with_gradients, fn))
     program = Program(step.lower(q, k, v, g).compile().as_text())
     loops = [i for i in program.inline(program.entry) if i.opcode == "while"]
     pairs = blockwise._BlockPairs(window_inputs(512, 4096))

@@ -1,18 +1,16 @@
 """Writing into slots that devices share, and splash over them, against one device. Attention in
 plain XLA, with the collectives of a step, is in tests/generation/test_decode.py."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import attended
 from support.small import normal
 
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.sharding import named
 from jaxtrain.parallel.attention import kv_cache
-from jaxtrain.parallel.attention.causal import AttentionSettings, attend_cached
 
 LAYERS, BATCH, SLOTS, SIZE = 3, 2, 12, 5
 AXES = ("layer", "batch", kv_cache.SLOT, None)
@@ -54,19 +52,14 @@ def test_a_prompt_read_by_splash(context, model):
     is never looked at."""
     slots = 128 * context
     q, k, v = normal(0, 1, 128, 4, 8), normal(1, 1, 384, 2, 8), normal(2, 1, 384, 2, 8)
-
-    def attended(kernel, q, k, v):
-        sees = jnp.arange(k.shape[1]) <= 128 + jnp.arange(128)[:, None]
-        cache = kv_cache.Extended((k, v), (k, v), sees[None, None])
-        return attend_cached(q, cache, jnp.int32(128), AttentionSettings(kernel=kernel))
-
-    expected = jax.jit(functools.partial(attended, "xla"))(q, k, v)
+    run = jax.jit(attended.from_cache, static_argnums=0)
+    expected = run("xla", q, k, v)
     k, v = (jnp.asarray(a[:, :slots]).at[:, 256:].set(jnp.nan) for a in (k, v))
     mesh = mesh_of(context, model)
     with jax.set_mesh(mesh):
         axes = ("batch", kv_cache.SLOT, "kv_heads", None)
         k, v = (jax.device_put(a, named(mesh, axes)) for a in (k, v))
-        got = jax.jit(functools.partial(attended, "splash"))(q, k, v)
+        got = run("splash", q, k, v)
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 

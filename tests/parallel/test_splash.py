@@ -12,9 +12,7 @@ from support.attended import arrays, segments
 
 from jaxtrain.config import splash_backward
 from jaxtrain.parallel.attention import flash, splash
-from jaxtrain.parallel.attention.causal import AttentionSettings, attend_cached
 from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.kv_cache import Extended
 
 
 @pytest.fixture(autouse=True)
@@ -112,15 +110,9 @@ def test_a_prompt_read_into_a_cache():
     never looked at."""
     q, k, v, _ = arrays(batch=1, tokens=128, keys=384)
     k, v = (a.at[:, 256:].set(jnp.nan) for a in (k, v))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def by_cache(kernel, q, k, v):
-        sees = jnp.arange(k.shape[1]) <= 128 + jnp.arange(128)[:, None]
-        cache = Extended((k, v), (k, v), sees[None, None])
-        return attend_cached(q, cache, jnp.int32(128), AttentionSettings(kernel=kernel))
-
-    wanted = by_cache("xla", q, k[:, :256], v[:, :256])
-    np.testing.assert_allclose(by_cache("splash", q, k, v), wanted, rtol=2e-5, atol=2e-5)
+    run = jax.jit(attended.from_cache, static_argnums=0)
+    wanted = run("xla", q, k[:, :256], v[:, :256])
+    np.testing.assert_allclose(run("splash", q, k, v), wanted, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.full

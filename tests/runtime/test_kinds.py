@@ -1,6 +1,7 @@
 """Layers of several kinds in the runtime, of one form or of several: gradients of one device on
 every schedule, by loops over whole periods and by the layer's index; pools begin with NaN. What a
-stage allocates, and which loops its program has."""
+stage allocates, and which loops its program has. Layers at the ends:
+tests/training/test_end_layers.py."""
 
 import collections
 import itertools

@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.parallel.attention.causal import grouped_attention
+from jaxtrain.parallel.attention.causal import AttentionSettings, attend_cached, grouped_attention
+from jaxtrain.parallel.attention.kv_cache import Extended
 
 
 def arrays(
@@ -31,9 +32,10 @@ def segments(batch=2, tokens=256, documents=5) -> jax.Array:
     )
 
 
-def with_gradients(fn, q, k, v, g) -> list[jax.Array]:
-    """[fn(q, k, v), and the gradients of q, k and v for that of the output]."""
-    y, vjp = jax.vjp(fn, q, k, v)
+def with_gradients(fn, *arrays) -> list[jax.Array]:
+    """[fn of all arrays but the last, and their gradients for that of the output, the last one]."""
+    *given, g = arrays
+    y, vjp = jax.vjp(fn, *given)
     return [y, *vjp(g.astype(y.dtype))]
 
 
@@ -67,3 +69,10 @@ def dense(q, k, v, sinks=None, *, own=None, window=0, softcap=0.0, scale=0.0) ->
         column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, column], -1)
     return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores, -1)[..., : k.shape[1]], v)
+
+
+def from_cache(kernel: str, q, k, v) -> jax.Array:
+    """Attention of tokens 128 to 256 of a prompt to the keys and values in a cache's slots."""
+    sees = jnp.arange(k.shape[1]) <= 128 + jnp.arange(128)[:, None]
+    cache = Extended((k, v), (k, v), sees[None, None])
+    return attend_cached(q, cache, jnp.int32(128), AttentionSettings(kernel=kernel))

@@ -14,6 +14,7 @@ moment makes small differences larger.
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -230,6 +231,17 @@ def train(cfg: Config, steps: int = STEPS) -> Run:
     plain_params = small.to_plain(step.layout, params)
     np.testing.assert_allclose(metrics[-1]["param_norm"], norm_of(plain_params), rtol=1e-6)
     return Run([float(m["loss"]) for m in metrics], norm, gradients, plain_params)
+
+
+def metrics_of(cfg: Config, batches: Sequence[Mapping]) -> list[dict]:
+    """The metrics of a step of the runtime for each of these batches [rows, T], from `weights`."""
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        state, metrics = small.first_state(step, weights(cfg)), []
+        for batch in batches:
+            state, results = step.train(state, small.place_batch(step, cfg, batch))
+            metrics.append(jax.device_get(results))
+    return metrics
 
 
 def gradients(cfg: Config) -> Run:

@@ -17,6 +17,7 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.parallel import replicas
+from jaxtrain.runtime.layers.layer_stack import of_form, with_form
 from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.state import TrainState, abstract_state, with_working
 
@@ -143,7 +144,7 @@ def to_plain(layout: ParameterLayout, tree: dict) -> dict:
     tree, placement = jax.tree.map(np.asarray, tree), layout.placement
     rows = {form: {} for form in dict.fromkeys(placement.forms or ("",))}
     for c, form in layout.stacks:
-        stack = tree["layers"][str(c)][form] if form else tree["layers"][str(c)]
+        stack = of_form(tree["layers"][str(c)], form)
         for place, layer in np.ndenumerate(placement.layer_index(c, form)):
             row = jax.tree.map(lambda a, place=place: a[place], stack)
             if layer >= 0:
@@ -160,8 +161,8 @@ def to_plain(layout: ParameterLayout, tree: dict) -> dict:
 
     plain = {k: jax.tree.map(cut, specs, tree[k]) for k, specs in layout.parts.ends.items()}
     layers = {
-        form: jax.tree.map(lambda *a: np.stack(a), *(of_form[i] for i in sorted(of_form)))
-        for form, of_form in rows.items()
+        form: jax.tree.map(lambda *a: np.stack(a), *(by_number[i] for i in sorted(by_number)))
+        for form, by_number in rows.items()
     }
     plain["layers"] = layers.get("", layers)
     return plain
@@ -174,21 +175,19 @@ def from_plain(layout: ParameterLayout, plain: dict) -> dict:
     def stack(chunk, form, leaf):
         index = placement.layer_index(chunk, form)
         if form:  # by their numbers among the form's layers
-            of_form = np.cumsum([each == form for each in placement.forms]) - 1
-            index = np.where(index >= 0, of_form[index], -1)
+            numbers = np.cumsum([each == form for each in placement.forms]) - 1
+            index = np.where(index >= 0, numbers[index], -1)
         return np.where((index >= 0).reshape(*index.shape, *[1] * (leaf.ndim - 1)), leaf[index], 0)
 
     def pad(spec, a):
         return np.pad(a, [(0, full - n) for full, n in zip(spec.padded, a.shape, strict=True)])
 
     arrays = {k: jax.tree.map(pad, specs, plain[k]) for k, specs in layout.parts.ends.items()}
-    arrays["layers"] = {}
+    arrays["layers"] = units = {}
     for c, form in layout.stacks:
-        of_form = plain["layers"][form] if form else plain["layers"]
-        stacks = jax.tree.map(lambda a, c=c, form=form: stack(c, form, a), of_form)
-        arrays["layers"][str(c)] = (
-            {**arrays["layers"].get(str(c), {}), form: stacks} if form else stacks
-        )
+        layers = of_form(plain["layers"], form)
+        stacks = jax.tree.map(lambda a, c=c, form=form: stack(c, form, a), layers)
+        units[str(c)] = with_form(units.get(str(c), {}), form, stacks)
     return jax.device_put(arrays, layout.shardings)
 
 

@@ -71,14 +71,8 @@ MORE = {
 
 def losses(case: Case, steps: int = STEPS, changes=None) -> list[float]:
     cfg = case.config(SHAPES | (changes or {}))
-    step = make_step(cfg, small.mesh_of(cfg))
-    with jax.set_mesh(step.mesh):
-        state, values = small.first_state(step, plain_loop.weights(cfg)), []
-        batch = small.place_batch(step, cfg, small.batch(cfg, 1))
-        for _ in range(steps):
-            state, metrics = step.train(state, batch)
-            values.append(float(metrics["loss"]))
-    return values
+    metrics = plain_loop.metrics_of(cfg, [small.batch(cfg, 1)] * steps)
+    return [float(of_step["loss"]) for of_step in metrics]
 
 
 def on_one_device(case: Case) -> Case:

@@ -1,5 +1,5 @@
 """Overlapped forward and backward: the gradients of one plain loop, whatever shares a cell. A case
-without --full is in test_kinds_of_layers.py."""
+without --full is in test_end_layers.py."""
 
 import pytest
 from support import pytorch_files, small

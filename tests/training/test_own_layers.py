@@ -4,14 +4,13 @@ of one device, the same initial values and checkpoints, and the planner's figure
 import dataclasses
 import functools
 import itertools
-import math
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import matrix, own_layers, plain_loop, small
+from support import matrix, own_layers, plain_loop, small, trace_products
 from support.checkpoint_state import assert_same
 
 from jaxtrain.checkpoint.manager import Checkpointer
@@ -19,7 +18,6 @@ from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.config import Config
 from jaxtrain.models.spec import is_spec
 from jaxtrain.planner.layer.model import model_of
-from jaxtrain.runtime.layers.equations import inside
 from jaxtrain.training.state import initial_state, stored_shapes
 from jaxtrain.training.step import make_step
 
@@ -159,19 +157,6 @@ def test_initial_values_and_checkpoints(folder, tmp_path):
 # --- the planner ----------------------------------------------------------------------------------
 
 
-def product_flops(jaxpr) -> int:
-    """Operations of a jaxpr's products, with those of all trips of its scans."""
-    total = 0
-    for equation in jaxpr.eqns:
-        trips = equation.params["length"] if equation.primitive.name == "scan" else 1
-        total += trips * sum(map(product_flops, inside(equation)))
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            sizes = [equation.invars[0].aval.shape[i] for i in contracted]
-            total += 2 * math.prod(sizes) * math.prod(equation.outvars[0].aval.shape)
-    return total
-
-
 @pytest.mark.parametrize("layer", ["Mixer", "Scanned", "Shifted", "mamba2", "deltanet"])
 def test_planned_operations_and_parameters_are_the_trace_s(layer, folder):
     cfg = Case(layer, (1, 1, 1), ("1f1b", 1), 0, "none").config(folder)
@@ -184,6 +169,6 @@ def test_planned_operations_and_parameters_are_the_trace_s(layer, folder):
     (block,) = parts.blocks.values()
     trace = jax.make_jaxpr(lambda params, *args: block(params)(*args))(params, x, positions)
     planned = model_of(cfg.model, tokens)
-    assert planned.layer_flops(causal=False) == product_flops(trace.jaxpr)
+    assert planned.layer_flops(causal=False) == 2 * trace_products.in_trace(trace.jaxpr)
     assert planned.layer().size == sum(a.size for a in jax.tree.leaves(params))
     assert planned.parameters() == parts.parameter_count

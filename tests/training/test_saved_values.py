@@ -116,7 +116,7 @@ CASES = {
 ALWAYS = [
     "zb_h1, partly on the host",
     "one stage, on the host",
-]  # inputs of layers: test_kinds_of_layers.py
+]  # inputs of layers: test_end_layers.py
 
 
 @pytest.mark.parametrize(

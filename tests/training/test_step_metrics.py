@@ -17,7 +17,6 @@ from support.small import Case
 from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
 from jaxtrain.run.metrics import METRICS, host
 from jaxtrain.training.one_step import combine_replicas, step_metrics
-from jaxtrain.training.step import make_step
 
 STEPS = 2
 MODEL = {
@@ -66,17 +65,6 @@ COMBINED = {
 }
 
 
-def metrics_of(cfg: Config, batches: list[dict]) -> list[dict]:
-    """The metrics of a step for each of these batches [rows, T], by the runtime."""
-    step = make_step(cfg, small.mesh_of(cfg))
-    with jax.set_mesh(step.mesh):
-        state, metrics = small.first_state(step, plain_loop.weights(cfg)), []
-        for batch in batches:
-            state, results = step.train(state, small.place_batch(step, cfg, batch))
-            metrics.append(jax.device_get(results))
-    return metrics
-
-
 @functools.cache
 def on_one_device(cfg: Config, replicas: int = 1) -> list[list[dict]]:
     """metrics_of, [replicas][steps], of a config on one device, each replica for its part of each
@@ -98,7 +86,9 @@ def on_one_device(cfg: Config, replicas: int = 1) -> list[list[dict]]:
         )
 
     return [
-        metrics_of(alone, [{k: part(a, r) for k, a in batch.items()} for batch in batches])
+        plain_loop.metrics_of(
+            alone, [{k: part(a, r) for k, a in batch.items()} for batch in batches]
+        )
         for r in range(replicas)
     ]
 
@@ -119,7 +109,7 @@ def test_every_metric_of_a_program_is_compared():
 @pytest.mark.parametrize("name", small.named(CASES, MORE))
 def test_same_as_on_one_device(name):
     cfg = (CASES | MORE)[name].config(MODEL)
-    got = metrics_of(cfg, [small.batch(cfg, i) for i in range(STEPS)])
+    got = plain_loop.metrics_of(cfg, [small.batch(cfg, i) for i in range(STEPS)])
     (expected,) = on_one_device(cfg)
     for i in range(STEPS):
         assert_same(got[i], expected[i], i)
@@ -129,7 +119,7 @@ def test_same_as_on_one_device(name):
 def test_independent_replicas(name):
     changes = MODEL | {"mesh.replica": 2, "train.diloco_inner_steps": 5}
     cfg = INDEPENDENT[name].config(changes)
-    got = metrics_of(cfg, [small.batch(cfg, i) for i in range(STEPS)])
+    got = plain_loop.metrics_of(cfg, [small.batch(cfg, i) for i in range(STEPS)])
     each = on_one_device(cfg, 2)
     for i in range(STEPS):
         values = {n: np.stack([steps[i][n] for steps in each]) for n in each[0][i]}

@@ -3,12 +3,12 @@ operations of its ops (runtime/layers/backward_split.py), of random models and o
 parts."""
 
 import dataclasses
-import math
 import random
 
 import jax
 import jax.numpy as jnp
 import pytest
+from support import trace_products
 
 from benchmarks.model_forms import llama
 from jaxtrain import config as configs
@@ -25,7 +25,7 @@ from jaxtrain.planner.layer.layer import BATCH, INPUTS, OUTPUTS, Layer
 from jaxtrain.planner.layer.layer_collectives import joints
 from jaxtrain.planner.layer.model import Model, model_of
 from jaxtrain.runtime.layers.backward_split import LayerOp, LayerSplit, keep_named, keep_products
-from jaxtrain.runtime.layers.equations import in_attention, inside
+from jaxtrain.runtime.layers.equations import in_attention
 
 TOKENS = 16
 SMALL = llama(2, 40, 4, 2, 12, 56, 257, 64)
@@ -86,15 +86,11 @@ def split_of(cfg: ModelConfig, dense: bool, keep) -> LayerSplit:
 
 def multiplications(split: LayerSplit, op: LayerOp, attention: bool) -> int:
     """Of an op's plain products: those of attention's core, or all others."""
-    total = 0
-    for equation in split._equations[op]:
-        if equation.primitive.name == "dot_general" and in_attention(equation) == attention:
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            total += math.prod(equation.outvars[0].aval.shape) * math.prod(
-                shape[i] for i in contracted
-            )
-    return total
+    return sum(
+        trace_products.multiplications(equation)
+        for equation in split._equations[op]
+        if equation.primitive.name == "dot_general" and in_attention(equation) == attention
+    )
 
 
 @pytest.mark.parametrize(
@@ -319,20 +315,6 @@ def test_the_same_config_is_traced_once():
 # --- code of one's own ----------------------------------------------------------------------------
 
 
-def in_trace(jaxpr, trips: int = 1) -> int:
-    """The multiplications of all products of a trace; those of a scan in each of its trips."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            size = math.prod(shape[i] for i in contracted)
-            total += trips * math.prod(equation.outvars[0].aval.shape) * size
-        length = equation.params["length"] if equation.primitive.name == "scan" else 1
-        total += sum(in_trace(inner, trips * length) for inner in inside(equation))
-    return total
-
-
 MIXER = """
 import jax, jax.numpy as jnp
 from flax import nnx
@@ -374,6 +356,6 @@ def test_code_of_one_s_own(field, code, tmp_path):
     call = lambda p, x, positions: binder(block)(p)(x, positions)
     trace = jax.make_jaxpr(call)(params, x, jax.ShapeDtypeStruct((1, 256), jnp.int32))
     layer = model_of(cfg, 256).layer()
-    assert layer.per_token * 256 == in_trace(trace.jaxpr)
+    assert layer.per_token * 256 == trace_products.in_trace(trace.jaxpr)
     assert layer.core == layer.scores == 0 < layer.mixing
     assert layer.size == sum(s.size for s in jax.tree.leaves(specs(block), is_leaf=is_spec))

@@ -1,6 +1,7 @@
-"""Models with three kinds of layers, dense ones, ones with experts and modules that predict further
-tokens: the losses and gradients of one plain loop (plain_loop.py) on every layout, and checkpoints
-that every layout restores."""
+"""Models with layers at both ends, dense ones before those with experts and modules that predict
+further tokens: the losses and gradients of one plain loop (plain_loop.py) on every layout, and
+checkpoints that every layout restores. Layers that differ by a pattern:
+tests/runtime/test_kinds.py."""
 
 import dataclasses
 import functools
@@ -194,13 +195,13 @@ SAMPLE = (
     Case(7, 1, 1, 2, "zb_v", "zero 3", REMATS[0], 3),  # a chunk of the first stage has no layer
 )
 PASSED = matrix.Passed(
-    "kinds", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small))
+    "end layers", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small))
 )
 
 
 def grouped(cases: Sequence[Case]) -> list:
     """As parameters. Those of one model go to one process, which makes its reference once."""
-    group = lambda case: f"kinds-{case.layers}-{case.dense}-{case.depth}"
+    group = lambda case: f"ends-{case.layers}-{case.dense}-{case.depth}"
     return [
         pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(group(case)))
         for case in sorted(cases, key=group)
