@@ -30,7 +30,13 @@ from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence
 from jaxtrain.models.rotary import Rotary, score_factor
 from jaxtrain.models.spec import CacheArray
 from jaxtrain.parallel.attention import kv_cache
-from jaxtrain.parallel.attention.causal import HEADS, AttentionSettings, attend, attend_causal
+from jaxtrain.parallel.attention.causal import (
+    HEADS,
+    AttentionSettings,
+    attend_at_once,
+    attend_causal,
+)
+from jaxtrain.parallel.attention.flash import Inputs, Sight
 from jaxtrain.parallel.attention.heads import row_major
 
 
@@ -120,8 +126,8 @@ class LatentAttention(nnx.Module):
         q = jnp.concatenate([inner, q[..., self.head_dim :]], -1)
         k_BS1K = extended.seen[0][:, :, None].astype(q.dtype)
         in_order = extended.is_text is not None
-        of_latents = attend(
-            q, k_BS1K, k_BS1K[..., : self.rank], extended.mask, in_order, None, window, scores
-        )
+        sight = Sight((0,), window=window)
+        inputs = Inputs(q, k_BS1K, k_BS1K[..., : self.rank], sight, scores=scores)
+        of_latents = constrain(attend_at_once(inputs, extended.mask, in_order), HEADS)
         y = constrain(jnp.einsum("btnc,cnv->btnv", of_latents, to_values), HEADS)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), extended.cache

@@ -9,8 +9,6 @@ layer.
 Shape suffixes: M microbatches, B sequences, T tokens.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,22 +19,6 @@ from jaxtrain.parallel.random_bits import combined, mixed
 
 # the places in a model that drop numbers, each with bits of its own
 AFTER_ATTENTION, AFTER_MLP, WEIGHTS, EMBEDDINGS = range(4)
-
-
-class WeightDropout(NamedTuple):
-    """The dropout of attention's weights. Whether a weight is dropped depends on its query, its
-    head and the distance of query and key, so it does not matter which keys a device has.
-
-    noise_BTN:  uint32, of each query and head
-    position_T: int32, the queries' places among the keys
-    """
-
-    noise_BTN: jax.Array
-    position_T: jax.Array
-
-    def part(self, queries: slice, first_key: int = 0) -> "WeightDropout":
-        """The dropout of some queries, with keys from `first_key` on."""
-        return WeightDropout(self.noise_BTN[:, queries], self.position_T[queries] - first_key)
 
 
 def token_noise(

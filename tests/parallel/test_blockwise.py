@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.parallel.attention import blockwise, flash
 from jaxtrain.parallel.attention.causal import AttentionSettings, attend_causal, grouped_attention
-from jaxtrain.parallel.attention.context import CAUSAL, Sight
+from jaxtrain.parallel.attention.flash import CAUSAL, Inputs, Sight
 
 BATCH, LENGTH, HEADS = 2, 24, 6
 
@@ -78,9 +78,8 @@ def test_same_as_whole_scores(block, kv_heads, size, documents):
     if documents:
         mask = mask & np.asarray(own[:, None, :, None] == own[:, None, None, :])
     given = arrays(kv_heads)
-    by_blocks = lambda q, k, v: flash.attend(
-        blockwise.KERNEL, q, k, v, CAUSAL, (own, own) if documents else None
-    )
+    pair = (own, own) if documents else None
+    by_blocks = lambda *a: flash.attend(blockwise.KERNEL, Inputs(*a, CAUSAL, pair))
     got = with_gradients(by_blocks, *given)
     wanted = with_gradients(lambda q, k, v: grouped_attention(q, k, v, mask), *given)
     for a, b in zip(got, wanted, strict=True):
@@ -94,7 +93,7 @@ def test_chunks_of_queries(block):
     q, g = q[:, 6:18], g[:, 6:18]
     mask = (np.arange(6, 18)[:, None] >= np.arange(LENGTH))[None, None]
     got = with_gradients(
-        lambda q, k, v: flash.attend(blockwise.KERNEL, q, k, v, Sight(jnp.array([1, 2]), 3)),
+        lambda *a: flash.attend(blockwise.KERNEL, Inputs(*a, Sight(jnp.array([1, 2]), 3))),
         q,
         k,
         v,
@@ -110,12 +109,12 @@ def test_blocks_that_nobody_sees_are_not_computed(block):
     block(4)
     q, k, v, g = arrays()
     k[:, 12:], v[:, 12:] = np.nan, np.nan
-    y = jax.jit(lambda: flash.attend(blockwise.KERNEL, q, k, v, CAUSAL))()
+    y = jax.jit(lambda: flash.attend(blockwise.KERNEL, Inputs(q, k, v, CAUSAL)))()
     assert np.isfinite(y[:, :12]).all() and np.isnan(y[:, 12:]).all()
 
     @jax.jit
     def first_half(q, k, v, g):
-        inputs = flash.Inputs(q, k, v, Sight((0, 1), 1))
+        inputs = Inputs(q, k, v, Sight((0, 1), 1))
         out, lse = blockwise.output_and_lse(inputs, jnp.float32)
         gradients = blockwise.gradients(flash.AttentionResiduals(inputs, out, lse), g, jnp.float32)
         below = inputs._replace(sight=Sight((0, 1), 1, diagonal=False))
@@ -143,7 +142,7 @@ def test_memory_grows_with_the_sequence_alone():
 def test_bfloat16_sums_in_float32(block):
     block(4)
     given = [jnp.asarray(a, jnp.bfloat16) for a in arrays()]
-    fn = lambda q, k, v: flash.attend(blockwise.KERNEL, q, k, v, CAUSAL)
+    fn = lambda *a: flash.attend(blockwise.KERNEL, Inputs(*a, CAUSAL))
     got = with_gradients(fn, *given)
     exact = with_gradients(fn, *(a.astype(jnp.float32) for a in given))
     for a, b in zip(got, exact, strict=True):

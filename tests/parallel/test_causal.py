@@ -14,8 +14,7 @@ from support.attended import arrays, segments
 from jaxtrain.config import splash_backward
 from jaxtrain.parallel.attention import blockwise, splash
 from jaxtrain.parallel.attention.causal import AttentionSettings, attend_causal
-from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import Inputs, Scores
+from jaxtrain.parallel.attention.flash import Inputs, Scores, Sight
 from jaxtrain.planner.programs.program import Program
 
 

@@ -12,7 +12,7 @@ from support import attended
 from support.attended import arrays, segments
 
 from jaxtrain.parallel.attention import causal, cudnn, flash
-from jaxtrain.parallel.attention.context import CAUSAL
+from jaxtrain.parallel.attention.flash import CAUSAL, Inputs
 
 CAUSAL_MASK, PADDING_CAUSAL = cudnn.cudnn.MaskType.CAUSAL, cudnn.cudnn.MaskType.PADDING_CAUSAL
 
@@ -156,7 +156,7 @@ def primitives(monkeypatch):
 def attend(q, k, v, g, own):
     documents = None if own is None else (own, own)
     return attended.with_gradients(
-        lambda q, k, v: flash.attend(cudnn.KERNEL, q, k, v, CAUSAL, documents), q, k, v, g
+        lambda *a: flash.attend(cudnn.KERNEL, Inputs(*a, CAUSAL, documents)), q, k, v, g
     )
 
 
@@ -191,7 +191,7 @@ def test_windows(primitives, documents, softmax_sinks):
     sinks = jnp.arange(4.0) if softmax_sinks else None
     pair, scores = own if own is None else (own, own), flash.Scores(0.3, sinks=sinks)
     sight = dataclasses.replace(CAUSAL, window=5)
-    fn = lambda q, k, v: flash.attend(cudnn.KERNEL, q, k, v, sight, pair, None, scores)
+    fn = lambda *a: flash.attend(cudnn.KERNEL, Inputs(*a, sight, pair, None, scores))
     got = jax.jit(lambda *given: attended.with_gradients(fn, *given))(q, k, v, g)
     rule = functools.partial(attended.dense, sinks=sinks, own=own, window=5, scale=0.3)
     for a, b in zip(got, attended.with_gradients(rule, q, k, v, g), strict=True):
@@ -204,7 +204,8 @@ def test_last_tokens_of_the_keys(primitives):
     q, k, v, g = arrays(tokens=24, heads=4, key=32)
     own = jnp.asarray(np.stack([np.where(np.arange(24) < 6, -1, 0), np.zeros(24)]), jnp.int32)
     sight = dataclasses.replace(CAUSAL, window=7)
-    fn = lambda q, k, v: flash.attend(cudnn.KERNEL, q[:, 6:], k, v, sight, (own[:, 6:], own))
+    inputs = lambda q, k, v: Inputs(q[:, 6:], k, v, sight, (own[:, 6:], own))
+    fn = lambda *a: flash.attend(cudnn.KERNEL, inputs(*a))
     got = jax.jit(lambda *given: attended.with_gradients(fn, *given))(q, k, v, g[:, 6:])
     rule = lambda q, k, v: attended.dense(q, k, v, own=own, window=7)[:, 6:]
     for a, b in zip(got, attended.with_gradients(rule, q, k, v, g[:, 6:]), strict=True):

@@ -1,8 +1,6 @@
 """Dropout: its random numbers, and attention with dropped weights by blocks, by halves and at
 once. Whole steps on meshes are in tests/training/test_dropout.py."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +11,11 @@ from support import attended, small
 from jaxtrain.devices.mesh import make_mesh, manual_axes
 from jaxtrain.devices.sharding import BATCH_SPEC, constrain
 from jaxtrain.parallel.attention import blockwise, context, flash
-from jaxtrain.parallel.attention.causal import grouped_attention
+from jaxtrain.parallel.attention.causal import attend_at_once
+from jaxtrain.parallel.attention.flash import CAUSAL, Inputs
 from jaxtrain.parallel.dropout import (
     AFTER_ATTENTION,
     AFTER_MLP,
-    WeightDropout,
     dropout,
     dropped,
     layer_noise,
@@ -122,12 +120,11 @@ def test_nothing_is_dropped_without_noise_or_a_rate():
 # --- attention ------------------------------------------------------------------------------------
 
 
-def of_weights(batch: int, tokens: int, heads: int) -> WeightDropout:
-    noise = token_noise(0, 0, (1, batch, tokens * heads))[0].reshape(batch, tokens, heads)
-    return WeightDropout(noise, jnp.arange(tokens))
+def of_weights(batch: int, tokens: int, heads: int) -> jax.Array:
+    return token_noise(0, 0, (1, batch, tokens * heads))[0].reshape(batch, tokens, heads)
 
 
-def plain(q, k, v, drop: WeightDropout, segments=None):
+def plain(q, k, v, noise_BTN, segments=None):
     """Attention by its formula, with the mask from `dropout` of a query's weights by distance."""
     t, groups = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(a, groups, 2) for a in (k, v))
@@ -137,8 +134,8 @@ def plain(q, k, v, drop: WeightDropout, segments=None):
         seen = seen & (segments[:, :, None] == segments[:, None])[:, :, None]
     weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), -1)
     # number d of a query's mask is for the key d tokens before it
-    ones = jnp.ones((*drop.noise_BTN.shape, t))
-    by_distance = dropped(ones, drop.noise_BTN[..., None], jnp.arange(t), RATE)
+    ones = jnp.ones((*noise_BTN.shape, t))
+    by_distance = dropped(ones, noise_BTN[..., None], jnp.arange(t), RATE)
     distance = jnp.clip(jnp.arange(t)[:, None] - jnp.arange(t), 0)[None, :, None]
     mask = jnp.take_along_axis(by_distance, jnp.broadcast_to(distance, weights.shape), -1)
     return jnp.einsum("btns,bsnh->btnh", weights * mask, v)
@@ -148,19 +145,19 @@ def plain(q, k, v, drop: WeightDropout, segments=None):
 def test_attention_with_dropped_weights(documents, monkeypatch):
     monkeypatch.setattr(blockwise, "SCORES", 1)  # blocks of the least size, two of them
     q, k, v, g = attended.arrays(tokens=2 * blockwise.LEAST_BLOCK)
-    drop = of_weights(*q.shape[:3])
+    noise_BTN = of_weights(*q.shape[:3])
     segments = attended.segments(*q.shape[:2]) if documents else None
     pair = None if segments is None else (segments, segments)
     mask = jnp.tril(jnp.ones((q.shape[1],) * 2, bool))[None, None]
     if segments is not None:
         mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
     run = lambda way: jax.jit(lambda *a: attended.with_gradients(way, *a))(q, k, v, g)
-    wanted = run(lambda *a: plain(*a, drop, segments))
+    wanted = run(lambda *a: plain(*a, noise_BTN, segments))
     scores = flash.Scores(dropout=RATE)
-    by_blocks = functools.partial(flash.attend, blockwise.KERNEL)
+    inputs = lambda *a: Inputs(*a, CAUSAL, pair, noise_BTN, scores)
     ways = {
-        "at once": lambda *a: grouped_attention(*a, mask, True, drop, scores=scores),
-        "by blocks": lambda *a: by_blocks(*a, context.CAUSAL, pair, drop.noise_BTN, scores),
+        "at once": lambda *a: attend_at_once(inputs(*a), mask, True),
+        "by blocks": lambda *a: flash.attend(blockwise.KERNEL, inputs(*a)),
     }
     for name, way in ways.items():
         for got, right in zip(run(way), wanted, strict=True):

@@ -13,6 +13,7 @@ from support.attended import arrays, segments
 from jaxtrain.config import splash_backward
 from jaxtrain.parallel.attention import flash, splash
 from jaxtrain.parallel.attention.context import Sight
+from jaxtrain.parallel.attention.flash import Inputs, Sight
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def by_splash(
     documents = None if of_queries is None else (of_queries, of_keys)
     sight = Sight(whole, pairs, diagonal)
     return attended.with_gradients(
-        lambda q, k, v: flash.attend(splash.kernel(True, backward), q, k, v, sight, documents),
+        lambda *a: flash.attend(splash.kernel(True, backward), Inputs(*a, sight, documents)),
         *(q, k, v, g),
     )
 
@@ -95,7 +96,7 @@ def test_keys_of_another_device():
     gradient."""
     q, k, v, g = arrays()
     y, dq, dk, dv = by_splash(q, k, v, g, jnp.array([0, 2]), diagonal=False, pairs=2)
-    inputs = flash.Inputs(q, k, v, Sight(jnp.array([0, 2]), 2, False))
+    inputs = Inputs(q, k, v, Sight(jnp.array([0, 2]), 2, False))
     _, lse = splash.kernel(True).forward(inputs, jnp.float32)
     assert (
         not np.any(y[:, :128]) and not np.any(dq[:, :128]) and (lse[:, :128] == flash.MASKED).all()
@@ -129,7 +130,7 @@ def test_in_bfloat16():
 def meetings(own=None, full_chunks=(0,), tokens=512, keys=512, batch=1) -> np.ndarray:
     """Which blocks of queries meet which blocks of keys, for the first sequence."""
     q, k = jnp.zeros((batch, tokens, 1, 8)), jnp.zeros((batch, keys, 1, 8))
-    pairs = splash._block_pairs(flash.Inputs(q, k, k, Sight(full_chunks), own), 128, 128)
+    pairs = splash._block_pairs(Inputs(q, k, k, Sight(full_chunks), own), 128, 128)
     return np.asarray(pairs.run_BXY[0]).astype(int)
 
 

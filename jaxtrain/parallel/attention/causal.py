@@ -29,10 +29,9 @@ from jaxtrain.config.kernels import (
 )
 from jaxtrain.devices.sharding import constrain, shards
 from jaxtrain.parallel.attention import blockwise, context, cudnn, flash, kv_cache, ring, splash
-from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import PLAIN, Kernel, Scores
+from jaxtrain.parallel.attention.flash import CAUSAL, PLAIN, Inputs, Kernel, Scores, Sight
 from jaxtrain.parallel.attention.heads import by_heads
-from jaxtrain.parallel.dropout import WEIGHTS, WeightDropout, dropped
+from jaxtrain.parallel.dropout import WEIGHTS, dropped
 from jaxtrain.parallel.random_bits import combined
 from jaxtrain.parallel.target_device import target_device
 
@@ -43,26 +42,15 @@ KV_HEADS = ("batch", "token", "kv_heads", None)
 SCOPE = "attention"
 
 
-def attend(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    mask=None,
-    mask_is_causal: bool = False,
-    dropout: WeightDropout | None = None,
-    window: int = 0,
-    scores: Scores = PLAIN,
-) -> jax.Array:
-    """Dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a head for
-    several query heads, and values another size than keys.
+def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
+    """Scaled dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a
+    head for several query heads, and values another size than keys.
 
-    mask: bool [B or 1, 1, T, S], true where a query sees a key; None: causal, with its `window`
-    mask_is_causal: the queries are the last tokens of the keys, and the mask lets none see a later
-        key, or one before its `window` (0: any). Most of the scores that no query sees are then not
-        computed; the result is the same
+    mask: bool [B or 1, 1, T, S], true where a query sees a key; None: causal, with T = S
+    mask_is_causal: no query of the mask sees a later key (T = S), so most of the scores above the
+        diagonal are not computed; the result is the same
     """
-    out = grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, mask_is_causal, dropout, window, scores)
-    return constrain(out, HEADS)
+    return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, mask_is_causal), HEADS)
 
 
 def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask, scores: Scores = PLAIN) -> jax.Array:
@@ -94,22 +82,29 @@ def causal_mask(tokens: int, keys: int, window: int = 0) -> jax.Array:
     return mask & jnp.triu(every, before - window + 1) if window else mask
 
 
-def grouped_attention(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    mask=None,
-    mask_is_causal: bool = False,
-    dropout: WeightDropout | None = None,
-    window: int = 0,
-    scores: Scores = PLAIN,
-) -> jax.Array:
+def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
     """`attend` without the result's sharding."""
+    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, CAUSAL)
+    return attend_at_once(inputs, mask, mask is None or mask_is_causal)
+
+
+def attend_at_once(
+    inputs: Inputs, mask: jax.Array | None, in_order: bool, position_T: jax.Array | None = None
+) -> jax.Array:
+    """Attention in plain XLA, all scores of which, or a quarter, are in memory, without the
+    result's sharding → [B, T, N, V].
+
+    mask: as of `attend`, with the inputs' segments; None: that of the inputs' sight, in order
+    in_order: the queries are the last tokens of the keys, and the mask lets none see a later key,
+        or one before the sight's window. Most of the scores that no query sees are then not
+        computed; the result is the same
+    position_T: the queries' places among the keys, which dropout needs if they are not in order
+    """
     # `jax.nn.dot_product_attention` would have the heads of a group as a fifth dimension, and
     # transposes for it: 5 % of a training step on CPU (benchmarks/README.md).
-    t, s = q_BTNH.shape[1], k_BSKH.shape[1]
-    if mask is not None and not mask_is_causal:
-        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask, dropout, scores)
+    if not in_order:
+        return _block_attention(inputs, mask, position_T)
+    t, s, window = inputs.q.shape[1], inputs.k.shape[1], inputs.sight.window
     mask = causal_mask(t, s, window)[None, None] if mask is None else mask
     n = causal_blocks(t)
     blocks = [(i * t // n, (i + 1) * t // n) for i in range(n)]
@@ -117,23 +112,14 @@ def grouped_attention(
     for a, b in blocks:
         queries = slice(a, b)
         keys = slice(max(0, s - t + a - window + 1) if window else 0, s - t + b)
-        out.append(
-            _block_attention(
-                q_BTNH[:, queries],
-                k_BSKH[:, keys],
-                v_BSKH[:, keys],
-                mask[:, :, queries, keys],
-                dropout and dropout.part(queries, keys.start),
-                scores,
-            )
-        )
+        out.append(_block_attention(inputs.part(queries, keys), mask[:, :, queries, keys]))
     return jnp.concatenate(out, 1) if n > 1 else out[0]
 
 
-def _block_attention(
-    q_BTNH, k_BSKH, v_BSKH, mask, dropout: WeightDropout | None, rule: Scores
-) -> jax.Array:
-    """Attention of one block of queries, with a softmax in float32."""
+def _block_attention(inputs: Inputs, mask, position_T: jax.Array | None = None) -> jax.Array:
+    """Attention of one block of queries, with a softmax in float32. position_T: the queries' places
+    among the keys; None: these end with the queries' own"""
+    q_BTNH, k_BSKH, v_BSKH, _, _, noise_BTN, rule = inputs
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
     # The query heads that share keys are rows of one matmul, which reads the keys once.
@@ -153,10 +139,11 @@ def _block_attention(
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     weighted = weights
-    if dropout:
-        distance_TS = dropout.position_T[:, None] - jnp.arange(s)
+    if noise_BTN is not None:
+        position_T = jnp.arange(s - t, s) if position_T is None else position_T
+        distance_TS = position_T[:, None] - jnp.arange(s)
         distance_RS = jnp.tile(distance_TS, (n // k, 1))
-        noise_BKR1 = by_keys(dropout.noise_BTN)[..., None]
+        noise_BKR1 = by_keys(noise_BTN)[..., None]
         weighted = dropped(weights, noise_BKR1, distance_RS, rule.dropout)
     out_BKRH = jnp.einsum(
         "bkrs,bskh->bkrh", weighted.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
@@ -220,11 +207,10 @@ def attend_causal(
     sinks_N: as of Scores
     """
     parts, scores = context.size(), dataclasses.replace(settings.scores, sinks=sinks_N)
-    dropout = None
+    noise_BTN = None
     if noise_BT is not None and scores.dropout:
         noise_BTN = combined(combined(noise_BT, WEIGHTS)[..., None], jnp.arange(q.shape[2]))
-        position_T = context.positions(q.shape[1])[0]
-        dropout = WeightDropout(constrain(noise_BTN, HEADS[:3]), position_T)
+        noise_BTN = constrain(noise_BTN, HEADS[:3])
     tokens = q.shape[1] * parts
     window = settings.window if settings.window < tokens else 0
     way = reach(settings.context, parts, tokens, window)
@@ -237,32 +223,28 @@ def attend_causal(
         keys=tokens,
         documents=segments_BT is not None,
         context=way,
-        dropout=dropout is not None,
+        dropout=noise_BTN is not None,
         window=window,
         softcap=scores.softcap > 0,
         sinks=sinks_N is not None,
     )
     chosen = attention_kernel(case, settings.kernel).kernel
     kernel = _flash_kernel(chosen, q.shape, case, settings.backward)
-    local = functools.partial(_attend_local, kernel, chosen, window)
+    pair = None if segments_BT is None else (segments_BT, segments_BT)
+    inputs = Inputs(q, k, v, Sight((0,), window=window), pair, noise_BTN, scores)
+    local = functools.partial(_attend_local, kernel, chosen)
     if way == NEIGHBOURS:
-        result = context.attend_by_neighbours(local, scores, q, k, v, segments_BT, dropout, window)
-        return constrain(result, HEADS)
+        return constrain(context.attend_by_neighbours(local, inputs), HEADS)
     if parts == 1:
-        pair = None if segments_BT is None else (segments_BT, segments_BT)
-        return local(scores, q, k, v, pair, dropout)
+        return local(inputs)
     if not way:  # ulysses
-        return context.attend_by_heads(local, scores, q, k, v, segments_BT, dropout)
+        return context.attend_by_heads(local, inputs)
     if way == "ring":  # in XLA always by blocks, however few keys a device has
-        ring_kernel = kernel or blockwise.KERNEL
-        return constrain(ring.attend(ring_kernel, q, k, v, segments_BT, scores), HEADS)
+        return constrain(ring.attend(kernel or blockwise.KERNEL, inputs), HEADS)
     if kernel:
-        attend_all = lambda *inputs: flash.attend(kernel, *inputs, scores)
-        result = context.attend_by_gather(attend_all, q, k, v, segments_BT, dropout, window)
-        return constrain(result, HEADS)
-    by_mask = attend_by_cudnn_mask if chosen == CUDNN_MASK else attend
-    attend_half = functools.partial(by_mask, scores=scores)
-    return context.attend_by_halves(attend_half, q, k, v, segments_BT, dropout, window)
+        attend_all = functools.partial(flash.attend, kernel)
+        return constrain(context.attend_by_gather(attend_all, inputs), HEADS)
+    return context.attend_by_halves(functools.partial(_attend_by_mask, chosen), inputs)
 
 
 def attend_cached(
@@ -295,41 +277,38 @@ def attend_cached(
         sinks=sinks_N is not None,
     )
     by_splash = attention_kernel(case, settings.kernel).kernel == SPLASH and splash.takes(t, keys)
+    inputs = Inputs(q, k, v, Sight((0,), window=window), scores=settings.scores)
     if by_splash and sinks_N is None and (in_order or not window):
         kernel = splash.kernel(interpret=device.platform != TPU)
-        arrays = kernel, q, k, v, settings.scores
-        if in_order:
-            return constrain(kv_cache.attend_in_order(*arrays, extended.is_text, window), HEADS)
-        return constrain(kv_cache.attend_by_kernel(*arrays, start), HEADS)
+        if extended.is_text is not None:
+            return constrain(kv_cache.attend_in_order(kernel, inputs, extended.is_text), HEADS)
+        return constrain(kv_cache.attend_by_kernel(kernel, inputs, start), HEADS)
     scores = dataclasses.replace(settings.scores, sinks=sinks_N)
-    return attend(q, k, v, extended.mask, in_order, None, window, scores)
+    return constrain(attend_at_once(inputs._replace(scores=scores), extended.mask, in_order), HEADS)
 
 
-def _attend_local(
-    kernel: Kernel | None,
-    chosen: str,
-    window: int,
-    scores: Scores,
-    q,
-    k,
-    v,
-    segments,
-    dropout: WeightDropout | None,
-) -> jax.Array:
+def _attend_local(kernel: Kernel | None, chosen: str, inputs: Inputs) -> jax.Array:
     """Causal attention to keys of one device: those of the queries' tokens, or also those of the
-    window before them. segments: of queries and of keys, or None"""
+    window before them."""
     if kernel:
-        sight, noise = Sight((0,), window=window), dropout and dropout.noise_BTN
-        return constrain(flash.attend(kernel, q, k, v, sight, segments, noise, scores), HEADS)
+        return constrain(flash.attend(kernel, inputs), HEADS)
     mask = None
-    if segments is not None:
-        of_queries, of_keys = segments
+    if inputs.segments is not None:
+        of_queries, of_keys = inputs.segments
         mask = (of_queries[:, None, :, None] == of_keys[:, None, None, :]) & causal_mask(
-            q.shape[1], k.shape[1], window
+            inputs.q.shape[1], inputs.k.shape[1], inputs.sight.window
         )
-    if chosen == CUDNN_MASK:
-        return attend_by_cudnn_mask(q, k, v, mask, scores)
-    return attend(q, k, v, mask, True, dropout, window, scores)
+    return _attend_by_mask(chosen, inputs, mask)
+
+
+def _attend_by_mask(
+    chosen: str, inputs: Inputs, mask, position_T: jax.Array | None = None
+) -> jax.Array:
+    """Attention by cuDNN with a mask, or in plain XLA at once. position_T: the queries' places
+    among the keys; None: in order. Other arguments as of `attend_at_once`"""
+    if chosen == CUDNN_MASK:  # which drops no weights
+        return attend_by_cudnn_mask(*inputs[:3], mask, inputs.scores)
+    return constrain(attend_at_once(inputs, mask, position_T is None, position_T), HEADS)
 
 
 def _flash_kernel(

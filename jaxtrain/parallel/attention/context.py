@@ -21,7 +21,7 @@ upper ones to the one before, and the last device has two consecutive chunks:
     chunks      0 7     1 6     2 5     3 4
     lower       0 ────► 1 ────► 2 ────► 3          upper     7 ◄──── 6 ◄──── 5 ◄──── 4 ◄─ 3
 
-Begin with `Sight` and one of the functions `attend_by_…`.
+Begin with flash.Inputs and one of the functions `attend_by_…`.
 
 Inside the runtime's manual region these functions take a device's tokens. With one device along
 `context`, and outside of the region, sequences are not split and the functions return what they
@@ -38,37 +38,9 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.devices.mesh import CONTEXT, STAGE, all_gather, manual_size, on_cpu
+from jaxtrain.parallel.attention.flash import Inputs, Sight
 from jaxtrain.parallel.attention.heads import by_heads
-from jaxtrain.parallel.dropout import WeightDropout
 
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["full_chunks", "start"],
-    meta_fields=["pairs", "diagonal", "window"],
-)
-@dataclasses.dataclass(frozen=True)
-class Sight:
-    """The keys that queries see. Both are cut into chunks of one length. A chunk of queries sees
-    the lowest `full_chunks` chunks of keys in full, and with `diagonal`, the keys of the next chunk
-    up to each query's position.
-
-    full_chunks: int32 [chunks of queries], as an array or numbers; pairs: their sum, which is the
-        same on every device
-    start: int32, the number of keys before these chunks, which all queries see; negative where the
-        keys begin after the queries do; for splash alone
-    window: the number of keys that a query sees at most, the last ones of those above; 0: all. It
-        needs the diagonal, and queries in one chunk are then the last tokens of the keys
-    """
-
-    full_chunks: jax.Array | tuple[int, ...]
-    pairs: int = 0
-    diagonal: bool = True
-    start: jax.Array | None = None
-    window: int = 0
-
-
-CAUSAL = Sight((0,))  # of an unsplit sequence
 # The name of a call that adds other devices' tokens to a device's own. When a layer is cut into ops
 # it counts as a gather does: no device saves these tokens (runtime/layers/equations.py).
 NEIGHBOURS_TOKENS = "neighbours_tokens"
@@ -126,92 +98,80 @@ def _gathered(x: jax.Array) -> jax.Array:
     return in_text_order(all_gather(x, CONTEXT, 1), size())
 
 
-def _all_keys(k, v, segments):
-    """Keys, values and segments of the unsplit sequence, in the order of the text."""
-    # The backward gathers them once more. Their gradients are reduce-scattered by the transpose of
-    # the all-gather, so that each device gets those of its own keys.
-    k, v = (by_heads(_gathered, (a,)) for a in (k, v))
-    return k, v, None if segments is None else (segments, _gathered(segments))
+def _with_all_keys(inputs: Inputs) -> Inputs:
+    """The inputs with keys, values and their segments of the unsplit sequence, in the order of the
+    text."""
+    k, v = (by_heads(_gathered, (a,)) for a in (inputs.k, inputs.v))
+    segments = inputs.segments and (inputs.segments[0], _gathered(inputs.segments[1]))
+    return inputs._replace(k=k, v=v, segments=segments)
 
 
-def attend_by_gather(
-    attend: Callable, q, k, v, segments, dropout: WeightDropout | None, window: int
-) -> jax.Array:
-    """attend(q, k, v, sight, segments of queries and of keys, noise) with the keys of the unsplit
-    sequence; q, k, v are this device's [B, T, heads, head dimension]; noise is that of dropout."""
+def attend_by_gather(attend: Callable, inputs: Inputs) -> jax.Array:
+    """attend(inputs) with the keys of the unsplit sequence."""
     parts, i = size(), lax.axis_index(CONTEXT)
-    k, v, documents = _all_keys(k, v, segments)
-    sight = Sight(jnp.stack([i, 2 * parts - 1 - i]), 2 * parts - 1, window=window)
-    return attend(q, k, v, sight, documents, dropout and dropout.noise_BTN)
+    inputs = _with_all_keys(inputs)
+    chunks = jnp.stack([i, 2 * parts - 1 - i])
+    sight = Sight(chunks, 2 * parts - 1, window=inputs.sight.window)
+    return attend(inputs._replace(sight=sight))
 
 
-def attend_by_halves(
-    attend: Callable, q, k, v, segments, dropout: WeightDropout | None, window: int
-) -> jax.Array:
-    """`attend_by_gather` for attend(q, k, v, mask, dropout=…). Each chunk of queries is attended to
-    on its own, the lower one with the keys that it sees on any device."""
+def attend_by_halves(attend: Callable, inputs: Inputs) -> jax.Array:
+    """`attend_by_gather` for attend(inputs, mask, the queries' places among the keys). Each chunk
+    of queries is attended to on its own, the lower one with the keys that it sees on any device."""
     # The lower chunk of a device is in the lower half of the sequence on every device, so half of
     # the keys will do, a number that is the same in every device's program.
-    t, query_positions = q.shape[1], positions(q.shape[1])
-    k, v, documents = _all_keys(k, v, segments)
-    out = []
-    for begin, keys in ((0, k.shape[1] // 2), (t // 2, k.shape[1])):
+    inputs = _with_all_keys(inputs)
+    t, s, window = inputs.q.shape[1], inputs.k.shape[1], inputs.sight.window
+    query_positions, out = positions(t), []
+    for begin, keys in ((0, s // 2), (t // 2, s)):
         queries = slice(begin, begin + t // 2)
+        half = inputs.part(queries, slice(keys))
         at = jnp.arange(keys, dtype=jnp.int32)[None]
         mask = query_positions[:, None, queries, None] >= at[:, None, None, :]
         if window:
             mask &= query_positions[:, None, queries, None] - at[:, None, None, :] < window
-        if documents is not None:
-            mask &= documents[0][:, None, queries, None] == documents[1][:, None, None, :keys]
-        # cuDNN, which drops no weights, has no such argument
-        options = {"dropout": dropout.part(queries)} if dropout else {}
-        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask, **options))
+        if half.segments is not None:
+            of_queries, of_keys = half.segments
+            mask &= of_queries[:, None, :, None] == of_keys[:, None, None, :]
+        out.append(attend(half, mask, query_positions[0, queries]))
     return jnp.concatenate(out, 1)
 
 
-def attend_by_heads(
-    attend: Callable, scores, q, k, v, segments, dropout: WeightDropout | None
-) -> jax.Array:
-    """attend(scores, q, k, v, segments of queries and of keys, dropout) over unsplit sequences of a
-    part of the heads. scores: flash.Scores, with the sinks of all heads"""
+def attend_by_heads(attend: Callable, inputs: Inputs) -> jax.Array:
+    """attend(inputs) over unsplit sequences of a part of the heads."""
     # An all-to-all splits the heads and joins the tokens: a device sends each of its numbers to one
     # other, where an all-gather sends them to all. Its results are in the order of the devices, and
     # causal kernels want that of the text.
     parts, i = size(), lax.axis_index(CONTEXT)
     to_heads = lambda a: in_text_order(lax.all_to_all(a, CONTEXT, 2, 1, tiled=True), parts)
     to_tokens = lambda a: lax.all_to_all(_in_device_order(a, parts), CONTEXT, 1, 2, tiled=True)
-    q, k, v = (by_heads(to_heads, (a,)) for a in (q, k, v))
+    q, k, v = (by_heads(to_heads, (a,)) for a in inputs[:3])
+    segments, noise, scores = inputs[4:]
     if segments is not None:
-        segments = (_gathered(segments),) * 2
-    if dropout:
-        noise_BTN = by_heads(to_heads, (dropout.noise_BTN,))
-        dropout = WeightDropout(noise_BTN, jnp.arange(q.shape[1]))
+        segments = (_gathered(segments[0]),) * 2
+    if noise is not None:
+        noise = by_heads(to_heads, (noise,))
     if scores.sinks is not None:
         own = lambda a, i: jnp.take(a.reshape(1, 1, parts, -1), i, 2)
         sinks_N = by_heads(own, (scores.sinks[None, None],), (i,))[0, 0]
         scores = dataclasses.replace(scores, sinks=sinks_N)
-    return by_heads(to_tokens, (attend(scores, q, k, v, segments, dropout),))
+    return by_heads(to_tokens, (attend(Inputs(q, k, v, inputs.sight, segments, noise, scores)),))
 
 
-def attend_by_neighbours(
-    attend: Callable, scores, q, k, v, segments, dropout: WeightDropout | None, window: int
-) -> jax.Array:
-    """attend(scores, q, k, v, segments of queries and of keys, dropout) for each of this device's
-    chunks, with its window's keys: queries [2·B, T/2, …] are the last tokens of the keys [2·B, T/2
-    + window − 1, …]. Where there are no tokens before a chunk, keys are zeros in a segment of their
-    own. scores: flash.Scores"""
+def attend_by_neighbours(attend: Callable, inputs: Inputs) -> jax.Array:
+    """attend(inputs) for each of this device's chunks, with its window's keys: queries [2·B, T/2,
+    …] are the last tokens of the keys [2·B, T/2 + window − 1, …]. Where there are no tokens before
+    a chunk, keys are zeros in a segment of their own."""
+    q, k, v, sight, pair, noise, scores = inputs
     batch, chunk = q.shape[0], q.shape[1] // 2
-    if segments is None:
-        segments = jnp.zeros(q.shape[:2], jnp.int32)
-    widened = functools.partial(_with_neighbours, count=window - 1)
+    segments = jnp.zeros(q.shape[:2], jnp.int32) if pair is None else pair[0]
+    widened = functools.partial(_with_neighbours, count=sight.window - 1)
     k, v = (by_heads(widened, (a,)) for a in (k, v))
     in_chunks = lambda a: a.reshape(2 * batch, chunk, *a.shape[2:])
     # Where nothing arrives, 0 does.
     pair = in_chunks(segments), widened(segments + 1) - 1
-    if dropout:
-        position_T = window - 1 + jnp.arange(chunk)
-        dropout = WeightDropout(in_chunks(dropout.noise_BTN), position_T)
-    out = attend(scores, in_chunks(q), k, v, pair, dropout)
+    noise = None if noise is None else in_chunks(noise)
+    out = attend(Inputs(in_chunks(q), k, v, sight, pair, noise, scores))
     return out.reshape(batch, 2 * chunk, q.shape[2], -1)
 
 

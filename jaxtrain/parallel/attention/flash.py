@@ -28,10 +28,38 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import MODEL, over_model
-from jaxtrain.parallel.attention.context import Sight
 from jaxtrain.parallel.attention.heads import HEADS, row_major, row_major_part
 
 MASKED = -1e30  # the log-sum-exp of a query that sees nothing
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["full_chunks", "start"],
+    meta_fields=["pairs", "diagonal", "window"],
+)
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """The keys that queries see. Both are cut into chunks of one length. A chunk of queries sees
+    the lowest `full_chunks` chunks of keys in full, and with `diagonal`, the keys of the next chunk
+    up to each query's position.
+
+    full_chunks: int32 [chunks of queries], as an array or numbers; pairs: their sum, which is the
+        same on every device
+    start: int32, the number of keys before these chunks, which all queries see; negative where the
+        keys begin after the queries do; for splash alone
+    window: the number of keys that a query sees at most, the last ones of those above; 0: all. It
+        needs the diagonal, and queries in one chunk are then the last tokens of the keys
+    """
+
+    full_chunks: jax.Array | tuple[int, ...]
+    pairs: int = 0
+    diagonal: bool = True
+    start: jax.Array | None = None
+    window: int = 0
+
+
+CAUSAL = Sight((0,))  # of an unsplit sequence
 
 
 @functools.partial(
@@ -70,7 +98,9 @@ class Inputs(NamedTuple):
     sight:    the keys that queries see
     segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): the document of each
               token; a query sees keys of its own document alone
-    noise:    None, or WeightDropout.noise_BTN; blockwise.py alone reads it
+    noise:    None, or uint32 [B, T, N], of each query and head (parallel/dropout.py): it and the
+              distance of query and key say whether a weight is dropped, so it does not matter which
+              keys a device has. Of the kernels blockwise.py alone reads it
     scores:   from products to weights; no kernel reads the sinks
     """
 
@@ -81,6 +111,17 @@ class Inputs(NamedTuple):
     segments: tuple[jax.Array, jax.Array] | None = None
     noise: jax.Array | None = None
     scores: Scores = PLAIN
+
+    def part(self, queries: slice, keys: slice) -> "Inputs":
+        """Some of the queries and of the keys, with the sight as it is."""
+        segments, noise = self.segments, self.noise
+        return self._replace(
+            q=self.q[:, queries],
+            k=self.k[:, keys],
+            v=self.v[:, keys],
+            segments=None if segments is None else (segments[0][:, queries], segments[1][:, keys]),
+            noise=None if noise is None else noise[:, queries],
+        )
 
 
 class AttentionResiduals(NamedTuple):
@@ -150,24 +191,24 @@ def gradient_of_sinks(sinks_N: jax.Array | None, g_BTNV, out_BTNV, lse_BTN) -> j
     return -(weights * delta(g_BTNV, out_BTNV)).sum((0, 1)).astype(sinks_N.dtype)
 
 
+def input_gradients(inputs: Inputs, of_arrays, of_sinks: jax.Array | None) -> Inputs:
+    """The gradient of the inputs, in the form in which a custom_vjp takes it, by those of q, k and
+    v, here cast to their types, and of the sinks."""
+    cast = [d.astype(a.dtype) for d, a in zip(of_arrays, inputs[:3], strict=True)]
+    # None: the others have no gradients
+    scores = dataclasses.replace(inputs.scores, sinks=of_sinks)
+    return Inputs._make((*cast, None, None, None, scores))
+
+
 # A custom_vjp: kernels have no gradient that jax knows, and one of plain XLA's loop would save the
 # scores of every block.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
-    kernel: Kernel,
-    q_BTNH,
-    k_BSKH,
-    v_BSKV,
-    sight: Sight,
-    segments=None,
-    noise=None,
-    scores: Scores = PLAIN,
-) -> jax.Array:
+def attend(kernel: Kernel, inputs: Inputs) -> jax.Array:
     """Attention by a kernel → [B, T, N, V]; the heads of all arrays are split over `model`."""
-    return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments, noise, scores)[0]
+    return _attend(kernel, inputs)[0]
 
 
-def _attend(kernel, q, k, v, sight, segments, noise, scores):
+def _attend(kernel, inputs: Inputs):
     """The output, and AttentionResiduals with the log-sum-exp as [B, N, T]."""
 
     # [B, N, T] is the order in which TPU's and GPU's kernels write and read the log-sum-exp. In
@@ -178,7 +219,6 @@ def _attend(kernel, q, k, v, sight, segments, noise, scores):
         out, lse_BTN = with_sinks(out, lse_BTN, inputs.scores.sinks)
         return out, row_major_part(jnp.moveaxis(lse_BTN, 2, 1))
 
-    inputs = Inputs(q, k, v, sight, segments, noise, scores)
     out, lse_BNT = over_model(run, (SPLITS,), (HEADS, LSE))(inputs)
     # Without this XLA lays the output out by heads, and transposes it for the next product.
     out = row_major(out)
@@ -198,9 +238,7 @@ def _attend_backward(kernel, residuals, g):
     gradients, of_sinks = over_model(
         run, (AttentionResiduals._make((SPLITS, HEADS, LSE)), HEADS), (HEADS, SINKS)
     )(residuals, g)
-    arrays, scores = residuals.inputs[:3], residuals.inputs.scores  # the others have no gradients
-    of_arrays = (d.astype(a.dtype) for d, a in zip(gradients, arrays, strict=True))
-    return *of_arrays, None, None, None, dataclasses.replace(scores, sinks=of_sinks)
+    return (input_gradients(residuals.inputs, gradients, of_sinks),)
 
 
 attend.defvjp(_attend, _attend_backward)

@@ -23,6 +23,7 @@ Shape suffixes: B batch, T query tokens, S slots, N heads, K key/value heads, H 
 keys, V of values.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,8 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT, MODEL
 from jaxtrain.devices.sharding import shards
-from jaxtrain.parallel.attention.context import Sight
-from jaxtrain.parallel.attention.flash import Inputs, Kernel, Scores
+from jaxtrain.parallel.attention.flash import Inputs, Kernel
 from jaxtrain.parallel.attention.heads import on_each_device
 
 SLOT = "slot"  # the logical axis of a cache's slots
@@ -175,9 +175,7 @@ def _on_own_slots(fn: Callable, split: P, arrays: tuple, *same: jax.Array) -> ja
     )(*arrays, *same)
 
 
-def attend_in_order(
-    kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, scores: Scores, is_text_S, window: int
-) -> jax.Array:
+def attend_in_order(kernel: Kernel, inputs: Inputs, is_text_S: jax.Array) -> jax.Array:
     """Attention of T queries to the keys of their windows, in the order of the text, whose last T
     are the queries' own → [B, T, N, V]."""
 
@@ -185,27 +183,29 @@ def attend_in_order(
         # keys before the text are of another document
         of_keys = jnp.broadcast_to(jnp.where(is_text_S, 0, -1), k.shape[:2])
         segments = jnp.zeros(q.shape[:2], jnp.int32), of_keys
-        inputs = Inputs(q, k, v, Sight((0,), window=window), segments, scores=scores)
-        return kernel.forward(inputs, v.dtype)[0]
+        return kernel.forward(inputs._replace(q=q, k=k, v=v, segments=segments), v.dtype)[0]
 
-    return on_each_device(attend, (q_BTNH, k_BSKH, v_BSKV), (is_text_S,))
+    return on_each_device(attend, inputs[:3], (is_text_S,))
 
 
-def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, scores: Scores, start) -> jax.Array:
+def attend_by_kernel(kernel: Kernel, inputs: Inputs, start) -> jax.Array:
     """Attention of T queries to the slots of a cache → [B, T, N, V]: query t sees slots up to
     start + t. kernel: one that takes `Sight.start` (splash)."""
+
+    def attend(q, k, v, start, dtype):
+        sight = dataclasses.replace(inputs.sight, start=start)
+        return kernel.forward(inputs._replace(q=q, k=k, v=v, sight=sight), dtype)
+
     start = jnp.asarray(start, jnp.int32)
     if shards(SLOT) == 1:
-        attend = lambda q, k, v, start: kernel.forward(
-            Inputs(q, k, v, Sight((0,), start=start), scores=scores), v.dtype
-        )[0]
-        return on_each_device(attend, (q_BTNH, k_BSKH, v_BSKV), (start,))
+        attend_here = lambda q, k, v, start: attend(q, k, v, start, v.dtype)[0]
+        return on_each_device(attend_here, inputs[:3], (start,))
 
     def device_part(q, k, v, start):
         # A device whose slots no query sees yet has a negative start, and a weight of 0.
-        sight = Sight((0,), start=start - lax.axis_index(CONTEXT) * k.shape[1])
+        start -= lax.axis_index(CONTEXT) * k.shape[1]
         # float32: the outputs of all devices are weighed and summed before they are rounded
-        out_BTNV, lse_BTN = kernel.forward(Inputs(q, k, v, sight, scores=scores), jnp.float32)
+        out_BTNV, lse_BTN = attend(q, k, v, start, jnp.float32)
         weight_BTN = jnp.exp(lse_BTN - lax.pmax(lse_BTN, CONTEXT))
         out_BTNV = lax.psum(out_BTNV * weight_BTN[..., None], CONTEXT)
         return (out_BTNV / lax.psum(weight_BTN, CONTEXT)[..., None]).astype(v.dtype)
@@ -213,4 +213,4 @@ def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, scores: Scores, sta
     queries, slots = P(BATCH_AXES, None, MODEL), P(BATCH_AXES, CONTEXT, MODEL)
     return jax.shard_map(
         device_part, in_specs=(queries, slots, slots, P()), out_specs=queries, check_vma=False
-    )(q_BTNH, k_BSKH, v_BSKV, start)
+    )(*inputs[:3], start)

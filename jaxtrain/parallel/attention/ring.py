@@ -18,7 +18,6 @@ device's tokens.
 Messages are permutes, or with several stages all-to-alls (parallel/attention/context.py: send).
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,19 +25,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import CONTEXT, STAGE, manual_size
-from jaxtrain.parallel.attention.context import Sight, send
+from jaxtrain.devices.mesh import CONTEXT, STAGE, manual_size, over_model
+from jaxtrain.parallel.attention.context import send
 from jaxtrain.parallel.attention.flash import (
-    PLAIN,
+    SPLITS,
     AttentionResiduals,
     Inputs,
     Kernel,
-    Scores,
+    Sight,
     gradient_of_sinks,
+    input_gradients,
     with_sinks,
 )
-from jaxtrain.parallel.attention.heads import by_heads
+from jaxtrain.parallel.attention.heads import HEADS
 
 # of a device's own keys: each chunk of queries sees its own chunk of keys up to the diagonal, and
 # the upper one also the lower chunk in full
@@ -48,21 +49,10 @@ OWN = Sight((0, 1), 1)
 # A custom_vjp: jax's gradient of the loop would save the keys and values of every step, which are
 # those of all devices.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(kernel: Kernel, q, k, v, segments=None, scores: Scores = PLAIN) -> jax.Array:
-    """Causal attention over split sequences; q, k, v [B, T, heads, head dimension] and segments [B,
-    T] are this device's."""
-    return _attend(kernel, q, k, v, segments, scores)[0]
-
-
-class _Residuals(NamedTuple):
-    """The arrays of `attend` that its backward reads, on a device's own heads: its queries, keys
-    and values, and the output and log-sum-exp over the keys of all devices, with the sinks."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    out: jax.Array
-    lse: jax.Array
+def attend(kernel: Kernel, inputs: Inputs) -> jax.Array:
+    """Causal attention over split sequences → [B, T, N, V]. The inputs are this device's; the
+    kernel gets the sight of each step."""
+    return _attend(kernel, inputs)[0]
 
 
 class _Keys(NamedTuple):
@@ -74,21 +64,23 @@ class _Keys(NamedTuple):
     segments: jax.Array | None = None
 
 
-def _attend(kernel, q, k, v, segments, scores):
-    same = lax.axis_index(CONTEXT), segments, dataclasses.replace(scores, sinks=None)
-    out, lse = by_heads(functools.partial(_forward, kernel), (q, k, v), same)
-    out, lse = with_sinks(out, lse, scores.sinks)
-    out = out.astype(v.dtype)
-    return out, (_Residuals(q, k, v, out, lse), segments, scores)
+def _attend(kernel, inputs: Inputs):
+    """The output, and AttentionResiduals with the log-sum-exp over the keys of all devices and the
+    sinks."""
+    run = over_model(functools.partial(_forward, kernel), (SPLITS, P()), HEADS)
+    out, lse = run(inputs, lax.axis_index(CONTEXT))
+    out, lse = with_sinks(out, lse, inputs.scores.sinks)
+    out = out.astype(inputs.v.dtype)
+    return out, AttentionResiduals(inputs, out, lse)
 
 
-def _attend_backward(kernel, saved, g):
-    residuals, segments, scores = saved
-    same = lax.axis_index(CONTEXT), segments, dataclasses.replace(scores, sinks=None)
-    gradients = by_heads(functools.partial(_backward, kernel), (residuals, g), same)
-    of_arrays = (d.astype(a.dtype) for d, a in zip(gradients, residuals[:3], strict=True))
-    of_sinks = gradient_of_sinks(scores.sinks, g, residuals.out, residuals.lse)
-    return *of_arrays, None, dataclasses.replace(scores, sinks=of_sinks)
+def _attend_backward(kernel, residuals: AttentionResiduals, g):
+    splits = AttentionResiduals._make((SPLITS, HEADS, HEADS)), HEADS, P()
+    run = over_model(functools.partial(_backward, kernel), splits, HEADS)
+    gradients = run(residuals, g, lax.axis_index(CONTEXT))
+    sinks = residuals.inputs.scores.sinks
+    of_sinks = gradient_of_sinks(sinks, g, residuals.out, residuals.lse)
+    return (input_gradients(residuals.inputs, gradients, of_sinks),)
 
 
 attend.defvjp(_attend, _attend_backward)
@@ -133,18 +125,22 @@ def _around(keys: _Keys, attend_own: Callable, attend_others: Callable):
     return attend_others(c - 1, result, keys)  # outside of the loop: nothing more is sent
 
 
-def _inputs(q, keys: _Keys, sight: Sight, segments, scores: Scores) -> Inputs:
-    """The kernel's inputs for this device's queries, of `segments`, and one device's keys."""
-    pair: Any = None if segments is None else (segments, keys.segments)
-    return Inputs(q, keys.k, keys.v, sight, pair, scores=scores)
+def _keys(inputs: Inputs) -> _Keys:
+    return _Keys(inputs.k, inputs.v, inputs.segments and inputs.segments[1])
 
 
-def _forward(kernel: Kernel, q, k, v, i, segments, scores: Scores):
+def _with_keys(inputs: Inputs, keys: _Keys, sight: Sight) -> Inputs:
+    """The kernel's inputs for this device's queries and one device's keys."""
+    pair: Any = inputs.segments and (inputs.segments[0], keys.segments)
+    return inputs._replace(k=keys.k, v=keys.v, sight=sight, segments=pair)
+
+
+def _forward(kernel: Kernel, inputs: Inputs, i):
     """Output [B, T, N, V] and log-sum-exp [B, T, N], float32. i: this device's index"""
 
     # In float32, since the outputs of all steps are added up before they are rounded.
     def attend_to(sight: Sight, keys: _Keys):
-        return kernel.forward(_inputs(q, keys, sight, segments, scores), jnp.float32)
+        return kernel.forward(_with_keys(inputs, keys, sight), jnp.float32)
 
     def merge(n, merged, keys: _Keys):
         (out, lse), (step_out, step_lse) = merged, attend_to(_sight(i, n), keys)
@@ -154,16 +150,16 @@ def _forward(kernel: Kernel, q, k, v, i, segments, scores: Scores):
         share, step_share = jnp.exp(lse - total), jnp.exp(step_lse - total)
         return out * share[..., None] + step_out * step_share[..., None], total
 
-    return _around(_Keys(k, v, segments), functools.partial(attend_to, OWN), merge)
+    return _around(_keys(inputs), functools.partial(attend_to, OWN), merge)
 
 
-def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments, scores: Scores):
+def _backward(kernel: Kernel, residuals: AttentionResiduals, g, i):
     """Gradients of queries, keys and values: float32, or keys' and values' in their own types."""
-    q, k, v, out, lse = residuals
+    inputs = residuals.inputs
 
     def gradients(sight: Sight, keys: _Keys):
-        inputs = _inputs(q, keys, sight, segments, scores)
-        dq, dk, dv = kernel.backward(AttentionResiduals(inputs, out, lse), g, jnp.float32)
+        of_keys = residuals._replace(inputs=_with_keys(inputs, keys, sight))
+        dq, dk, dv = kernel.backward(of_keys, g, jnp.float32)
         return dq, _Keys(dk, dv)
 
     def add(n, sums, keys: _Keys):
@@ -172,10 +168,10 @@ def _backward(kernel: Kernel, residuals: _Residuals, g, i, segments, scores: Sco
         dq, by_keys = sums
         return jax.tree.map(jnp.add, (dq, _next(by_keys)), gradients(_sight(i, n), keys))
 
-    dq, by_keys = _around(_Keys(k, v, segments), functools.partial(gradients, OWN), add)
+    dq, by_keys = _around(_keys(inputs), functools.partial(gradients, OWN), add)
     if manual_size(STAGE) > 1:
         # Complete sums need no more bits than the gradients that are returned, and take half of
         # the message's bytes.
-        by_keys = jax.tree.map(lambda d, a: d.astype(a.dtype), by_keys, _Keys(k, v))
+        by_keys = jax.tree.map(lambda d, a: d.astype(a.dtype), by_keys, _Keys(inputs.k, inputs.v))
     dk, dv, _ = _next(by_keys)  # one more step, and they are at the device that has the keys
     return dq, dk, dv
