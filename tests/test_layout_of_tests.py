@@ -65,6 +65,7 @@ GROUPED = {
     "hf/rope_parameters.py": "hf/test_model_config.py",
     "hf/tensor_rules.py": "hf/test_families.py",
     "loop.py": "test_train.py",
+    "parallel/jaxprs.py": "parallel/test_pinned.py",
     "parallel/random_bits.py": "parallel/test_dropout.py",
     "parallel/attention/flash.py": "parallel/test_blockwise.py",
     "parallel/replicas.py": "training/test_diloco.py",

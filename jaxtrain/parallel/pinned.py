@@ -17,11 +17,12 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import MODEL, in_manual_region, partitioned
 from jaxtrain.devices.sharding import mesh_axes
+from jaxtrain.parallel.jaxprs import CALLS, bound, inner_jaxpr, scan_sizes, value_of
 
 Dims = list[int | None]
 
@@ -37,8 +38,8 @@ ALONG_ONE = frozenset(
     "cumsum cumprod cummax cummin cumlogsumexp concatenate split slice pad dynamic_slice rev "
     "tile".split()
 )
-CALLS = frozenset("jit pjit closed_call core_call".split())
-WHOLE = frozenset("custom_jvp_call custom_vjp_call remat2 checkpoint".split())
+# Calls whose equations get layouts one by one; the others have gradients or remat of their own.
+ENTERED = frozenset("jit pjit closed_call core_call".split())
 
 
 class AlongSplit(Exception):
@@ -77,12 +78,12 @@ def _evaluated(jaxpr, consts, args, dims: Dims) -> tuple[list, Dims]:
     """(the results of a jaxpr, of which each value has its layout; their dims)."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     split = dict(zip(jaxpr.invars, dims, strict=True))
-    value = lambda a: a.val if isinstance(a, Literal) else env[a]
+    value = lambda atom: value_of(atom, env)
     for equation in jaxpr.eqns:
         values, of_values = [*map(value, equation.invars)], _dims(equation.invars, split)
-        if equation.primitive.name in CALLS:
-            inner = _inner(equation)
-            out, of_out = _evaluated(inner.jaxpr, inner.consts, values, of_values)
+        if equation.primitive.name in ENTERED:
+            inner, constants = inner_jaxpr(equation)
+            out, of_out = _evaluated(inner, constants, values, of_values)
         else:
             try:
                 of_out = _after(equation, of_values)
@@ -92,9 +93,7 @@ def _evaluated(jaxpr, consts, args, dims: Dims) -> tuple[list, Dims]:
                     x if dim is None else _placed(x, None)
                     for x, dim in zip(values, of_values, strict=True)
                 ]
-            params = equation.primitive.get_bind_params(equation.params)
-            out = equation.primitive.bind(*values, **params)
-            out = out if equation.primitive.multiple_results else [out]
+            out = bound(equation, values)
             out = [_placed(x, dim) for x, dim in zip(out, of_out, strict=True)]
         env.update(zip(equation.outvars, out, strict=True))
         split.update(zip(equation.outvars, of_out, strict=True))
@@ -103,12 +102,6 @@ def _evaluated(jaxpr, consts, args, dims: Dims) -> tuple[list, Dims]:
 
 def _dims(atoms: Sequence, split: dict) -> Dims:
     return [None if isinstance(a, Literal) else split.get(a) for a in atoms]
-
-
-def _inner(equation) -> Any:
-    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    inner = next(equation.params[name] for name in names if name in equation.params)
-    return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
 def _results(jaxpr, dims: Dims) -> Dims:
@@ -129,8 +122,8 @@ def _after(equation, dims: Dims) -> Dims:
         return [_split_of(spec) for spec in params["out_specs"]]
     if all(dim is None for dim in dims):
         return [None] * len(outs)
-    if name in CALLS | WHOLE:
-        return _results(_inner(equation).jaxpr, dims)
+    if name in CALLS:
+        return _results(inner_jaxpr(equation)[0], dims)
     if name == "scan":
         return _after_scan(params, dims)
     if name == "dot_general":
@@ -145,11 +138,8 @@ def _after(equation, dims: Dims) -> Dims:
 def _moved(equation, shape: tuple[int, ...], dim: int) -> int | None:
     """The dimension of the results that dimension `dim` of an operand of this shape becomes; None
     where it is summed up. Raises AlongSplit."""
-    name, params, result = (
-        equation.primitive.name,
-        equation.params,
-        equation.outvars[0].aval.shape,
-    )
+    name, params = equation.primitive.name, equation.params
+    result = equation.outvars[0].aval.shape
     if name in ELEMENTWISE and shape == result:
         return dim
     if name == "transpose":
@@ -195,10 +185,7 @@ def _after_product(numbers: Any, operands: Sequence, dims: Dims) -> int | None:
 
 def _after_scan(params: dict, dims: Dims) -> Dims:
     """The dims of a scan's results: its carry is split as its body leaves it."""
-    if "ft_in" in params:  # jax 0.12
-        fixed, carried, _ = map(len, params["ft_in"].unpack())
-    else:
-        fixed, carried = params["num_consts"], params["num_carry"]
+    fixed, carried = scan_sizes(params)
     consts, carry, stacked = dims[:fixed], dims[fixed : fixed + carried], dims[fixed + carried :]
     if 0 in stacked:
         raise AlongSplit

@@ -1,9 +1,10 @@
-"""Norms and the MLP against plain numpy."""
+"""Norms and the MLP against their formulas."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import model_formulas
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.models.layers import MLP, Norm
@@ -42,13 +43,12 @@ def normal(*shape, seed=1) -> np.ndarray:
     ],
 )
 def test_norm(norm, biases, factor):
-    module = Norm(config(norm=norm, biases=biases, norm_weight=factor))
+    cfg = config(norm=norm, biases=biases, norm_weight=factor)
+    module = Norm(cfg)
     assert specs(module)["scale"].constant == (factor == "scale")
     params, x = weights(module), normal(3, 5, 8) * 4 + 2
     assert params.keys() == ({"scale", "bias"} if "norm" in biases else {"scale"})
-    centred = x - (x.mean(-1, keepdims=True) if norm == "layernorm" else 0)
-    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-3)
-    wanted = normed * (params["scale"] + (factor == "one_plus")) + params.get("bias", 0)
+    wanted = model_formulas.norm(cfg, params, x)
     np.testing.assert_allclose(binder(module)(params)(x), wanted, rtol=2e-5, atol=2e-6)
 
 
@@ -68,19 +68,11 @@ def test_mlp(activation, biases):
     cfg = config(activation=activation, biases=biases, activation_limit=1.5)
     module = MLP(cfg, 0.1)
     params, x = weights(module), normal(2, 3, 8)
-    dense = lambda name, x: x @ params[name]["weight"] + params[name].get("bias", 0)
-    gelu = lambda a: a / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
-    up, gate = dense("up", x), dense("gate", x) if "gate" in params else None
-    assert (gate is None) == (activation == "gelu")
-    if activation == "swiglu":
-        hidden = gate / (1 + np.exp(-gate)) * up
-    elif activation == "clamped_swiglu":  # swiglu of openai/gpt-oss
+    assert ("gate" in params) == (activation != "gelu")
+    if activation == "clamped_swiglu":
+        up, gate = (model_formulas.dense(params[name], x) for name in ("up", "gate"))
         assert (gate > 1.5).any() and (np.abs(up) > 1.5).any()
-        gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
-        hidden = gate / (1 + np.exp(-cfg.activation_alpha * gate)) * (up + 1)
-    else:
-        hidden = gelu(up) if gate is None else gelu(gate) * up
     np.testing.assert_allclose(
-        binder(module)(params)(x), dense("down", hidden), rtol=1e-4, atol=1e-5
+        binder(module)(params)(x), model_formulas.mlp(cfg, params, x), rtol=1e-4, atol=1e-5
     )
     assert all(("bias" in part) == ("mlp" in biases) for part in params.values())

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import small
+from support import model_formulas, small
 
 from jaxtrain.config import Config, ModelConfig, sizes
 from jaxtrain.config.sizes import capacity_of, device_capacity
@@ -54,17 +54,6 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def hidden_of(cfg, up, gate):
-    """The hidden layer of gated MLPs, by the formulas of their papers."""
-    if cfg.activation == "clamped_swiglu":  # swiglu of openai/gpt-oss
-        gate = np.minimum(gate, cfg.activation_limit)
-        up = np.clip(up, -cfg.activation_limit, cfg.activation_limit)
-        return gate * sigmoid(cfg.activation_alpha * gate) * (up + 1)
-    if cfg.activation == "geglu":
-        return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
-    return gate * sigmoid(gate) * up
-
-
 def scores_of(cfg, params, x):
     logits = x @ params["router"]["weight"] + params["router"].get("logit_bias", 0)
     return (
@@ -96,7 +85,7 @@ def plainly(cfg, params, x):
 
     def expert(v, matrices, biases):
         up, gate = (v @ matrices[name] + biases[name] for name in ("up", "gate"))
-        return hidden_of(cfg, up, gate) @ matrices["down"] + biases["down"]
+        return model_formulas.hidden(cfg, up, gate) @ matrices["down"] + biases["down"]
 
     for b in range(B):
         taken = np.zeros(cfg.experts)

@@ -12,7 +12,6 @@ from support.attended import arrays, segments
 
 from jaxtrain.config import splash_backward
 from jaxtrain.parallel.attention import flash, splash
-from jaxtrain.parallel.attention.context import Sight
 from jaxtrain.parallel.attention.flash import Inputs, Sight
 
 

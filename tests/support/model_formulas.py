@@ -1,5 +1,6 @@
 """A decoder-only transformer by its papers' formulas, in plain jax.numpy and without jaxtrain's
-modules: what models/ must compute, for dense layers without rotary positions.
+modules: what models/ must compute, for dense layers without rotary positions. Norms and MLPs also
+of numpy arrays.
 
 Sources: Gemma 2 (arXiv:2408.00118) for norms of 1 + w, norms of outputs, scaled embeddings and
 capped logits; OLMo 2 (arXiv:2501.00656) for norms after alone and norms over all heads; PaLM
@@ -10,10 +11,10 @@ for clamped SwiGLU.
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config import ResolvedModel
+from jaxtrain.config import ModelConfig, ResolvedModel
 
 
-def norm(cfg: ResolvedModel, params: dict, x):
+def norm(cfg: ModelConfig, params: dict, x):
     """RMSNorm or LayerNorm over the last dimension."""
     if cfg.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
@@ -44,18 +45,22 @@ def attention(cfg: ResolvedModel, params: dict, x):
     return dense(params["out"], y)
 
 
-def mlp(cfg: ResolvedModel, params: dict, x):
+def hidden(cfg: ModelConfig, up, gate=None):
+    """The hidden layer of an MLP or an expert. gate: None without one"""
     gelu = lambda a: a / 2 * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (a + 0.044715 * a**3)))
-    up = dense(params["up"], x)
-    if cfg.activation == "gelu":
-        return dense(params["down"], gelu(up))
-    gate = dense(params["gate"], x)
+    if gate is None:
+        return gelu(up)
     if cfg.activation == "clamped_swiglu":
         gate = jnp.minimum(gate, cfg.activation_limit)
         up = jnp.clip(up, -cfg.activation_limit, cfg.activation_limit) + 1
     alpha = cfg.activation_alpha if cfg.activation == "clamped_swiglu" else 1
     gated = gelu(gate) if cfg.activation == "geglu" else gate / (1 + jnp.exp(-alpha * gate))
-    return dense(params["down"], gated * up)
+    return gated * up
+
+
+def mlp(cfg: ModelConfig, params: dict, x):
+    gate = dense(params["gate"], x) if cfg.activation != "gelu" else None
+    return dense(params["down"], hidden(cfg, dense(params["up"], x), gate))
 
 
 def layer(cfg: ResolvedModel, params: dict, x):

@@ -17,6 +17,7 @@ from jaxtrain.parallel.attention import causal
 from jaxtrain.parallel.attention.context import NEIGHBOURS_TOKENS
 from jaxtrain.parallel.experts.filled_rows import FILLED_ROWS, ROWS_IN_ORDER
 from jaxtrain.parallel.fp8 import BITS
+from jaxtrain.parallel.jaxprs import CALLS, bound, inner_jaxpr, scan_sizes, value_of
 
 ELEMENTWISE = frozenset({FILLED_ROWS})  # work on filled rows
 ON_ROWS = ELEMENTWISE | {ROWS_IN_ORDER}
@@ -44,10 +45,6 @@ CHEAP = VIEWS | frozenset(
 )
 GATHERS = frozenset({"all_gather"})
 RINGS = frozenset({"ppermute"})
-CALLS = frozenset(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
-    "remat2 checkpoint".split()
-)
 MOST_UNROLLED = 16  # iterations of a scan that become equations by themselves
 NAME = "name"  # the equation of a value that models/ has named (jax.ad_checkpoint)
 RECOMPUTED = "recomputed"  # name scope of what jax.checkpoint recomputes in the backward
@@ -67,15 +64,7 @@ def bind(equation, values):
     """Evaluates one equation, inside attention's name scope if it has that."""
     scope = jax.named_scope(causal.SCOPE) if in_attention(equation) else None
     with scope or contextlib.nullcontext():
-        # Turns jaxprs among the stored parameters into what the primitive is bound with.
-        params = equation.primitive.get_bind_params(equation.params)
-        out = equation.primitive.bind(*values, **params)
-    return out if equation.primitive.multiple_results else [out]
-
-
-def value_of(atom, env: dict):
-    """A jaxpr's literal, or the value of its variable."""
-    return atom.val if isinstance(atom, Literal) else env[atom]
+        return bound(equation, values)
 
 
 def inline(jaxpr, consts, args, keep: KeepRule):
@@ -87,7 +76,7 @@ def inline(jaxpr, consts, args, keep: KeepRule):
     for equation in jaxpr.eqns:
         values = [value_of(a, env) for a in equation.invars]
         params, name = equation.params, equation.primitive.name
-        inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
+        inner = inner_jaxpr(equation)
         # An unrolled scan is cut like other equations. A long one, over tokens perhaps, would be
         # more of these than can be compiled. A loop that must stay whole is a `while`.
         if name == "scan" and params["length"] <= MOST_UNROLLED:
@@ -96,7 +85,6 @@ def inline(jaxpr, consts, args, keep: KeepRule):
         elif name == NAME and not keep(equation):
             out = values
         elif name in CALLS and inner is not None and not is_part(equation):
-            body, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
             # `differentiated` marks the second run of jax.checkpoint, in the backward. The scope's
             # name survives the second trace and tells it from the forward's own equations.
             scope = (
@@ -105,7 +93,7 @@ def inline(jaxpr, consts, args, keep: KeepRule):
                 else contextlib.nullcontext()
             )
             with scope:
-                out = inline(body, constants, values, keep)
+                out = inline(inner[0], inner[1], values, keep)
         else:
             out = bind(equation, values)
         env.update(zip(equation.outvars, out, strict=True))
@@ -114,10 +102,7 @@ def inline(jaxpr, consts, args, keep: KeepRule):
 
 def _unrolled(params, values, keep: KeepRule) -> list:
     """The results of a scan, with its iterations as separate equations."""
-    if "ft_in" in params:  # jax 0.12
-        fixed, carried, _ = map(len, params["ft_in"].unpack())
-    else:
-        fixed, carried = params["num_consts"], params["num_carry"]
+    fixed, carried = scan_sizes(params)
     consts, rest = values[:fixed], values[fixed:]
     carry, stacked = list(rest[:carried]), rest[carried:]
     body, results = params["jaxpr"], []

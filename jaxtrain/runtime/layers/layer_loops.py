@@ -16,6 +16,7 @@ Where stages have the same layers all counts are ints, and where they differ the
 read from a table by the stage: a kind of which there is none has a loop of no trips.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -95,7 +96,12 @@ class LayerRange:
 
     def entries(self, kinds: Sequence[str]) -> int:
         """The layers of a unit that leave arrays in its pools. kinds: of the unit's layers"""
-        return sum(kind in self.pool_kinds for kind in kinds[self.begin : self.end])
+        return sum(self.leaves(kinds))
+
+    def leaves(self, kinds: Sequence[str]) -> list[bool]:
+        """For each layer of a unit, True if it leaves arrays in its pools."""
+        end = len(kinds) if self.end is None else self.end
+        return [self.begin <= i < end and kinds[i] in self.pool_kinds for i in range(len(kinds))]
 
     def most_entries(self, units: Sequence[Sequence[str]]) -> int:
         """The most such layers in any unit. units: the kinds of the layers of each"""
@@ -260,10 +266,12 @@ def _entry(table: np.ndarray, stage, repeat: LayerNumber) -> LayerNumber:
 def layers_in_order(ranges: Sequence[LayerRange], kinds: Sequence[str]) -> list[Trip]:
     """A trip for each layer of a unit. kinds: of its layers; the values are a LayerIndex"""
     trips: list[Trip] = []
+    rows = collections.Counter[str]()  # by form
+    before = {id(each): [0, *itertools.accumulate(each.leaves(kinds))] for each in ranges}
     for number in range(len(kinds)):
         layers = next(each for each in ranges if each.has(kinds, number))
-        row = sum(trip.label.form == layers.form for trip in trips)
-        index = LayerIndex(number, row, layers.entries(kinds[:number]))
+        index = LayerIndex(number, rows[layers.form], before[id(layers)][number])
+        rows[layers.form] += 1
         trips.append(Trip(layers, index))
     return trips
 
