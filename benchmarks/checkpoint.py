@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     from jaxtrain.checkpoint.retention import Retention
     from jaxtrain.config.rules.checks import check_devices
     from jaxtrain.data.loader import Loader
-    from jaxtrain.data.tokens import prepare
+    from jaxtrain.data.preparing.prepare import prepare
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.training.state import initial_state, stored_shapes
     from jaxtrain.training.step import make_step

@@ -110,7 +110,7 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
 
         from jaxtrain import loop  # noqa: F401  what the command imports, so that the time to the first step is the command's
         from jaxtrain.data.loader import Loader
-        from jaxtrain.data.tokens import prepare
+        from jaxtrain.data.preparing.prepare import prepare
         from jaxtrain.devices.mesh import make_mesh, sizes_of
         from jaxtrain.pipeline.setup import make_setup
         from jaxtrain.training.state import initial_state

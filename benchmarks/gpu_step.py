@@ -29,10 +29,10 @@ DOCUMENT = 1000  # tokens of a document, on average
 def batches(config: Config, count: int) -> dict[str, np.ndarray]:
     """`count` batches of a made-up corpus, packed as the trainer packs: token frequencies by Zipf's
     law, documents of random lengths."""
+    from jaxtrain.data.corpus import Corpus
     from jaxtrain.data.document_packing import Sequences
     from jaxtrain.data.reading.bad_records import Skipped
     from jaxtrain.data.tokenizer import NoTokenizer
-    from jaxtrain.data.tokens import Corpus
 
     d, vocabulary = config.data, config.model.vocab_size
     random = np.random.default_rng(d.seed)

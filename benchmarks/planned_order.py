@@ -29,7 +29,7 @@ class Stepped:
         import jax
 
         from jaxtrain.data.loader import Loader
-        from jaxtrain.data.tokens import prepare
+        from jaxtrain.data.preparing.prepare import prepare
         from jaxtrain.devices.mesh import make_mesh, sizes_of
         from jaxtrain.training.state import initial_state
         from jaxtrain.training.step import make_step

@@ -6,8 +6,8 @@ compiled. jax is needed only for a run of several processes.
 
 A place that cannot be written ends the command with one line that has the flag or setting, the
 reason, and a flag that works. The status is 2, or 74 for an error that may pass (a full disk, a
-store that does not answer). The tests leave nothing behind. data/tokens.py tests the cache of
-corpora when it prepares one.
+store that does not answer). The tests leave nothing behind. data/preparing/prepare.py tests the
+cache of corpora when it prepares one.
 """
 
 import contextlib

@@ -61,7 +61,8 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
-from jaxtrain.data.tokens import Corpus, DataError
+from jaxtrain.data.corpus import Corpus
+from jaxtrain.data.tokenizer import DataError
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.training.state import TrainState, stored_shapes, with_working

@@ -95,7 +95,7 @@ class Meta:
     step:      the number of steps done
     position:  the number of the next batch; more than `step` if batches were passed over
     wall_s:    seconds that the run had taken until then
-    checksum:  the corpus's (data/tokens.py)
+    checksum:  the corpus's (data/preparing/prepare.py)
     tokenizer: the tokenizer's description (Tokenizer.describe)
     memory:    the losses and rollbacks that the run remembers (training/recovery.py)
     """

@@ -17,7 +17,10 @@ from jaxtrain.config.states import Config
 EXPONENTS = {"k": "e3", "K": "e3", "M": "e6", "B": "e9", "T": "e12"}
 
 # Settings whose items are NAME=VALUE. A flag may have one of them: --config.model.kinds.NAME=VALUE.
-OF_ENTRIES = tuple(f"model.{name}" for name in ENTRIES)
+OF_ENTRIES = (
+    *(f"model.{name}" for name in ENTRIES),
+    *("data.sources", "data.validation", "train.phases"),
+)
 
 
 @functools.cache

@@ -17,8 +17,9 @@ Legend: T the sequence length. loader.py puts sequences into batches and batches
 
 import numpy as np
 
+from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.split import Stream
-from jaxtrain.data.tokens import Corpus, DataError
+from jaxtrain.data.tokenizer import DataError
 
 SequenceArrays = dict[str, np.ndarray]
 

@@ -14,7 +14,7 @@ n of the same corpus. Step t has batch t − 1, unless the run has passed over b
 checkpoint stores the number of the next batch with the step.
 
 Legend: B the sequences of the global batch, T the sequence length. document_packing.py cuts
-sequences, tokens.py prepares a corpus.
+sequences, preparing/prepare.py prepares a corpus.
 """
 
 import collections
@@ -32,10 +32,11 @@ import jax
 import numpy as np
 
 from jaxtrain.config import DataConfig, TrainConfig
+from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.document_packing import Sequences
+from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.row_log import RowLog
-from jaxtrain.data.tokenizer import prompt_ids
-from jaxtrain.data.tokens import Corpus, DataError, prepare
+from jaxtrain.data.tokenizer import DataError, prompt_ids
 from jaxtrain.devices import cluster
 
 Batch = dict[str, jax.Array]

@@ -9,7 +9,7 @@ is then decimal ids). All have the same methods, and these attributes:
     begin_of_document    the ids that begin it
     stops                the ids at which generated text ends
 
-sources.py reads files of text, tokens.py prepares a corpus.
+sources.py reads files of text, preparing/prepare.py prepares a corpus.
 """
 
 import contextlib

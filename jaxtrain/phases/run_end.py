@@ -9,7 +9,7 @@ from etils import epath
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.own_code import OwnCodeError
-from jaxtrain.data.tokens import Corpus, bigram_entropy
+from jaxtrain.data.corpus import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.generation.text import sample_text

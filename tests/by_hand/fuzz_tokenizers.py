@@ -26,8 +26,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from jaxtrain.data import encode  # noqa: E402 (the path comes first)
-from jaxtrain.data.tokens import prepare  # noqa: E402
+from jaxtrain.data.preparing import encode  # noqa: E402 (the path comes first)
+from jaxtrain.data.preparing.prepare import prepare  # noqa: E402
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>"]
 UNKNOWN, BEGIN, END, PAD = range(4)

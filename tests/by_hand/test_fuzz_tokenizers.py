@@ -5,7 +5,7 @@ sees what is wrong."""
 import random
 
 from by_hand import fuzz_tokenizers
-from jaxtrain.data import encode
+from jaxtrain.data.preparing import encode
 from jaxtrain.data.reading.records import TextPiece
 
 SIZES = [14_000, 7]

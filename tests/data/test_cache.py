@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxtrain.data import cache
+from jaxtrain.data.preparing import cache
 
 
 def is_complete(folder):

@@ -8,8 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxtrain.data.document_packing import Sequences
 from jaxtrain.data.split import make_stream, split
-from jaxtrain.data.tokenizer import NoTokenizer
-from jaxtrain.data.tokens import DataError
+from jaxtrain.data.tokenizer import DataError, NoTokenizer
 
 
 def corpus_of(lengths, masked, seed=0):

@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
-from jaxtrain.data import encode as module
-from jaxtrain.data.encode import encode
 from jaxtrain.data.marks import Marks
+from jaxtrain.data.preparing import encode as module
+from jaxtrain.data.preparing.encode import encode
 from jaxtrain.data.reading.records import TextPiece
 from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer
 

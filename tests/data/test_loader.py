@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.data import document_packing
 from jaxtrain.data.document_packing import Sequences
 from jaxtrain.data.loader import Feed, Loader
+from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.row_log import RowLog, read_rows
-from jaxtrain.data.tokens import DataError, prepare
+from jaxtrain.data.tokenizer import DataError
 
 BATCH, LENGTH = 8, 8
 SPEC = PartitionSpec(None, ("replica", "data"), "context")
@@ -280,7 +281,8 @@ jax.config.update("jax_num_cpu_devices", 4)
 process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 import numpy as np
-from jaxtrain.data import document_packing, loader, tokens
+from jaxtrain.data import document_packing, loader
+    from jaxtrain.data.preparing import prepare as tokens
 data = types.SimpleNamespace(
     source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0,
     attend_across_documents=True, prefetch=2, loss_mask=("q",), text_fields=("q", "text"),

@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxtrain.data.notes import notes
+from jaxtrain.data.preparing.notes import notes
 from jaxtrain.data.tokenizer import ByteTokenizer, NoTokenizer
 
 IDS = np.random.default_rng(0).integers(0, 50_000, 1000)

@@ -21,7 +21,7 @@ from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.rules.checks import Environment, first_violation
 from jaxtrain.data.loader import Loader
-from jaxtrain.data.tokens import prepare
+from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.pipeline.setup import make_setup

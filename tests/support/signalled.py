@@ -20,7 +20,7 @@ from jaxtrain.run import streams
 MOMENTS = {
     "imports": ("jaxtrain.devices.startup", "start_jax"),
     "table": ("jaxtrain.phases.prepare", "make_setup"),
-    "data": ("jaxtrain.data.tokens", "_tokenize"),
+    "data": ("jaxtrain.data.preparing.prepare", "_tokenize"),
     "tracing": ("jaxtrain.loop", "make_step"),
     "compiling": ("jaxtrain.devices.cluster", "compile_everywhere"),
     "restoring": ("jaxtrain.checkpoint.resuming", "restore_newest"),

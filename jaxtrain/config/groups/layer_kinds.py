@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel
+from jaxtrain.config.groups.setting import text_value
 
 _WITH_ATTENTION: dict[str, object] = {"block": "", "mixer": ""}
 # Kinds that need no entry in `model.kinds`, and what they change.
@@ -179,18 +180,7 @@ class KindEntry(NamedTuple):
     def value(self) -> Any:
         """The text's value, of the type of the setting's default; the text itself where it is of
         another type."""
-        default = SETTINGS[self.setting]
-        if isinstance(default, tuple):
-            return tuple(part for part in re.split("[+,]", self.text) if part)
-        if isinstance(default, bool):
-            return {"true": True, "false": False}.get(self.text.lower(), self.text)
-        if isinstance(default, str):
-            return self.text
-        try:
-            number = float(self.text)
-        except ValueError:
-            return self.text
-        return int(number) if isinstance(default, int) and number.is_integer() else number
+        return text_value(self.text, SETTINGS[self.setting])
 
 
 def parse_entry(entry: str) -> KindEntry | None:

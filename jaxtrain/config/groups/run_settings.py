@@ -3,17 +3,27 @@ jax."""
 
 import dataclasses
 
-from jaxtrain.config import sources
-from jaxtrain.config.groups.setting import Choices, Range, setting
+from jaxtrain.config.groups.setting import Choices, Range, as_entries, setting
 from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS, meaning
+from jaxtrain.config.sources import HELP, RECORDS, STDLIB
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """The corpus and the batch."""
 
-    source: str = setting(sources.STDLIB, sources.HELP)
+    source: str = setting(STDLIB, HELP)
+    sources: tuple[str, ...] = setting(
+        (),
+        "sources of a mixture, in the place of `source`: NAME=PATH and NAME.SETTING=VALUE, such as "
+        "--config.data.sources.web.weight=0.7; settings: weight, epochs (0: without end), "
+        "exhausted (stop, leave, repeat) and those of `data` that prepare a corpus",
+    )
+    validation: tuple[str, ...] = setting(
+        (),
+        "validation sets, NAME=PATH and NAME.SETTING=VALUE, beside the parts that sources hold out",
+    )
     tokenizer: str = setting(
         "bytes",
         "bytes; the path of a Hugging Face tokenizers JSON file; or none: the ids of a "
@@ -30,12 +40,27 @@ class DataConfig:
         True, "whether tokens attend to earlier documents that are packed into the same sequence"
     )
     loss_mask: tuple[str, ...] = setting(
-        (), f"fields ({sources.RECORDS}) that are prompts: their tokens have no loss"
+        (), f"fields ({RECORDS}) that are prompts: their tokens have no loss"
     )
     text_fields: tuple[str, ...] = setting(
         ("text",),
-        f"fields ({sources.RECORDS}) that are read, joined in this order; a path such as doc.text "
+        f"fields ({RECORDS}) that are read, joined in this order; a path such as doc.text "
         "works too",
+    )
+    packing: str = setting(
+        "stream",
+        "documents in sequences; stream: one after the other, cut where a sequence ends; best_fit: "
+        "no document that fits is cut, and the rest of a sequence is padding",
+        Choices(("stream", "best_fit")),
+    )
+    filter: str = setting(
+        "", "a function of one's own, FILE.py:NAME or MODULE:NAME, text → whether it is kept"
+    )
+    duplicates: str = setting(
+        "keep",
+        "documents that were read before; exact: those of equal text are left out; near: those of "
+        "similar text, too",
+        Choices(("keep", "exact", "near")),
     )
     bad_records: str = setting(
         "stop",
@@ -53,7 +78,14 @@ class DataConfig:
     cache: str = setting(
         "", "folder of prepared corpora; empty: $JAXTRAIN_CACHE or ~/.cache/jaxtrain"
     )
+    store_cache_gb: float = setting(
+        20.0, "most gigabytes of files in stores that `cache` has a copy of", Range(above=0)
+    )
     prefetch: int = setting(2, "batches prepared ahead of the step", Range(at_least=0))
+
+    def __post_init__(self) -> None:
+        for name in ("sources", "validation"):
+            object.__setattr__(self, name, as_entries(getattr(self, name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +214,12 @@ class TrainConfig:
         "folder of a published model (config.json and safetensors): its model's settings, and "
         "its weights as the initial ones of a new run; empty: random weights",
     )
+    phases: tuple[str, ...] = setting(
+        (),
+        "changes from a step or a number of tokens on, NAME.SETTING=VALUE, such as "
+        "--config.train.phases.long.step=1000; settings: step, tokens, sequence_length, "
+        "batch_size, ramp_steps, weight.SOURCE, learning_rate_end (docs/use.md)",
+    )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", Range(at_least=0))
     eval_batches: int = setting(8, "batches in an evaluation", Range(at_least=1))
     on_nonfinite: str = setting(
@@ -231,6 +269,9 @@ class TrainConfig:
     sample_tokens: int = setting(
         0, "tokens of the sample printed at the end; 0: no sample", Range(at_least=0)
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", as_entries(self.phases))
 
 
 @dataclasses.dataclass(frozen=True)

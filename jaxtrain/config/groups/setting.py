@@ -1,6 +1,7 @@
 """A setting: a field of a group, with its doc and the values that it may have. No jax."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -82,16 +83,37 @@ def setting_of(field: dataclasses.Field) -> SettingRecord:
 
 
 def as_entries(value: Any) -> Any:
-    """The items NAME=VALUE of a dict, a tuple of texts; any other value as it is."""
+    """The items NAME=VALUE of a dict, a tuple of texts; any other value as it is. A value that is
+    itself a dict has items NAME.SETTING=VALUE."""
     if not isinstance(value, Mapping):
         return value
-    return tuple(f"{name}={entry_text(one)}" for name, one in value.items())
+    return tuple(
+        f"{name}{inner and '.'}{inner}={entry_text(one)}"
+        for name, given in value.items()
+        for inner, one in (given.items() if isinstance(given, Mapping) else [("", given)])
+    )
 
 
 def entry_text(value: Any) -> str:
     """A value in an item NAME=VALUE. The items of a tuple have a + between them."""
     many = isinstance(value, tuple | list)
     return "+".join(map(value_text, value)) if many else value_text(value)
+
+
+def text_value(text: str, default: Any) -> Any:
+    """The value of an item's text, of the type of a default; the text itself where it is of another
+    type."""
+    if isinstance(default, tuple):
+        return tuple(part for part in re.split("[+,]", text) if part)
+    if isinstance(default, bool):
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if isinstance(default, str):
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(number) if isinstance(default, int) and number.is_integer() else number
 
 
 def with_entry(entries: tuple[str, ...], name: str, text: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 Which files a source has, and the reader of each format, stands in config/sources.py. Readers of
 texts are here, those of records in records.py; token_files.py maps token files. Everything is a
 stream: a text comes in pieces, cut anywhere, so no file is ever in memory entirely. Encoding, the
-end of documents and the prepared corpus are in tokens.py.
+end of documents and the prepared corpus are in preparing/prepare.py.
 """
 
 import codecs

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import cache
+from jaxtrain.data.preparing import cache
 from jaxtrain.data.tokenizer import FileTokenizer, Tokenizer
 from jaxtrain.run import streams
 

@@ -42,15 +42,20 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import ConfigError, sources
-from jaxtrain.data import cache
-from jaxtrain.data.corpus_writer import INFO, CorpusWriter, ReadingProgress, corpus_checksum
-from jaxtrain.data.encode import cores, encode
-from jaxtrain.data.notes import notes
+from jaxtrain.data.corpus import CHUNK, Corpus
+from jaxtrain.data.preparing import cache
+from jaxtrain.data.preparing.corpus_writer import (
+    INFO,
+    CorpusWriter,
+    ReadingProgress,
+    corpus_checksum,
+)
+from jaxtrain.data.preparing.encode import cores, encode
+from jaxtrain.data.preparing.notes import notes
 from jaxtrain.data.reading import documents
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.reading.compressed import is_compressed, unpack
-from jaxtrain.data.split import Stream, split
-from jaxtrain.data.token_files import (
+from jaxtrain.data.reading.token_files import (
     fitting_dtype,
     id_beyond_vocabulary,
     map_tokens,
@@ -58,7 +63,6 @@ from jaxtrain.data.token_files import (
     token_path,
 )
 from jaxtrain.data.tokenizer import (
-    ByteTokenizer,
     DataError,
     NoTokenizer,
     Tokenizer,
@@ -69,65 +73,6 @@ from jaxtrain.run import files, streams
 
 KNOWN, NOTE = "known", "at.json"
 FORMAT = 2  # the version of a prepared folder; part of its key
-CHUNK = 4 << 20  # tokens examined at a time
-BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Corpus:
-    """A prepared corpus; its arrays are memory-mapped.
-
-    tokens: [tokens] uint16 or uint32, or the integer type of the source's token file.
-    documents: [documents + 1] int64, the place of each document, then the number of tokens.
-    mask: [tokens] uint8, 1 where a token counts in the loss, or None if all count.
-    checksum: sha256 over tokens, documents, mask and the end-of-document id, as hexadecimal.
-    skipped: the bad records that were left out.
-    prepared: the time of its preparation, in seconds since the epoch.
-    """
-
-    tokens: np.ndarray
-    documents: np.ndarray
-    mask: np.ndarray | None
-    checksum: str
-    tokenizer: Tokenizer
-    folder: pathlib.Path
-    source: str
-    validation_fraction: float
-    skipped: Skipped
-    prepared: float
-
-    @functools.cached_property
-    def _splits(self) -> tuple[Stream, Stream]:
-        return split(self.documents, self.validation_fraction)
-
-    @property
-    def train(self) -> Stream:
-        """The documents of the training split."""
-        return self._splits[0]
-
-    @property
-    def validation(self) -> Stream:
-        """The documents of the held-out split."""
-        return self._splits[1]
-
-    def describe(self) -> str:
-        """A line of text: tokens, documents, held-out tokens."""
-        return (
-            f"corpus: {len(self.tokens):,} tokens, {len(self.documents) - 1:,} documents from "
-            f"{self.source}, {len(self.validation):,} tokens held out"
-        )
-
-    def check_whole(self) -> None:
-        """Raises DataError if a mapped file was cut short since it was opened. Reading the missing
-        part of the map would kill the process without a message."""
-        for array in (self.tokens, self.mask):
-            if isinstance(array, np.memmap):
-                file: Any = array.base
-                if file.size() < array.offset + array.nbytes:
-                    raise DataError(
-                        f"{array.filename}: the file was cut short while it was in use, and "
-                        f"{file.size():,} bytes are left: put it back as it was, and start again"
-                    )
 
 
 def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
@@ -210,39 +155,6 @@ def _changed(data: Any) -> DataError:
     return DataError(
         f"data.source={data.source} changed while it was read: try again when it is complete"
     )
-
-
-def bigram_entropy(corpus: Corpus) -> float | None:
-    """H(next byte | byte) of the training split in nats, from counts of neighbouring tokens; None
-    if its tokens are not bytes.
-
-    This is the loss of the best table of 257 × 257 probabilities, so a model with a lower loss has
-    learned more than pairs. An end of document counts as a byte. At most BIGRAMS pairs are counted,
-    in blocks spread evenly over the split.
-    """
-    if not isinstance(corpus.tokenizer, ByteTokenizer) or len(corpus.train) < 2:
-        return None
-    path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.json"
-    with contextlib.suppress(OSError, ValueError):  # not there yet
-        return float(files.read_json(path))
-    n, pairs = corpus.tokenizer.vocab_size, len(corpus.train) - 1
-    blocks = -(-pairs // CHUNK)
-    chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, BIGRAMS // CHUNK)).astype(np.int64))
-    counts = np.zeros(n * n, np.int64)
-    corpus.check_whole()
-    for block in chosen.tolist():
-        ids = corpus.train.read(
-            corpus.tokens, block * CHUNK, min((block + 1) * CHUNK, pairs) + 1
-        ).astype(np.int32)
-        counts += np.bincount(ids[:-1] * n + ids[1:], minlength=n * n)
-    table = counts.reshape(n, n)
-    before = np.broadcast_to(table.sum(1, keepdims=True), table.shape)
-    seen = table > 0
-    nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
-    # without permission to write into the cache, the next run computes it anew
-    with contextlib.suppress(OSError):
-        files.replace_text(path, json.dumps(nats))
-    return nats
 
 
 def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:

@@ -20,11 +20,13 @@ import pytest
 import tokenizers
 
 from jaxtrain.config.sources import Source
-from jaxtrain.data import cache as caches, encode, tokens
+from jaxtrain.data import corpus as corpora
+from jaxtrain.data.corpus import bigram_entropy
+from jaxtrain.data.preparing import cache as caches, encode, prepare as tokens
+from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.reading import compressed, documents, json_text
 from jaxtrain.data.reading.records import File
-from jaxtrain.data.tokenizer import ByteTokenizer, tokenizer_from
-from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
+from jaxtrain.data.tokenizer import ByteTokenizer, DataError, tokenizer_from
 from jaxtrain.run.exit_status import ExitStatus
 
 END = 256
@@ -412,7 +414,8 @@ def test_full_cache_is_named(config, write, start_python, name, content):
         "go",
     )
     _, said = process.communicate(timeout=60)
-    full = rf"jaxtrain.data.cache.FullCacheError: data.cache={cache} is full: File too large"
+    full = rf"{caches.FullCacheError.__module__}.FullCacheError: data.cache={cache} is full: "
+    full += "File too large"
     assert re.match(
         rf"{full}: (use --config.data.cache=\S+ \(or another folder|name a folder) with more room",
         said.splitlines()[-1],
@@ -788,7 +791,7 @@ def test_a_copied_cache_is_compared_once(config, write, tmp_path, monkeypatch):
 
 PREPARE = """
 import sys, time, types
-from jaxtrain.data import encode, tokens
+from jaxtrain.data.preparing import encode, prepare as tokens
 from jaxtrain.data.reading import documents
 config = types.SimpleNamespace(
     source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
@@ -876,8 +879,8 @@ def test_bigram_entropy_of_a_large_corpus_is_sampled(config, write, monkeypatch)
     rng = np.random.default_rng(0)
     path = write("a.txt", bytes(rng.choice(list(b"ab"), 100_000, p=[0.8, 0.2]).tolist()))
     corpus = prepare(config(source=path), 257, progress=False)
-    monkeypatch.setattr(tokens, "CHUNK", 1000)
-    monkeypatch.setattr(tokens, "BIGRAMS", 20_000)
+    monkeypatch.setattr(corpora, "CHUNK", 1000)
+    monkeypatch.setattr(corpora, "BIGRAMS", 20_000)
     assert bigram_entropy(corpus) == pytest.approx(-0.8 * np.log(0.8) - 0.2 * np.log(0.2), rel=0.02)
 
 

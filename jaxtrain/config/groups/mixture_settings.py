@@ -1,0 +1,99 @@
+"""The sources of a mixture and the validation sets: a `data` group for each. No jax.
+
+`data.sources` and `data.validation` have items NAME=PATH and NAME.SETTING=TEXT. A source is the
+settings of `data` with some changed, so what prepares a corpus takes `MixtureSource.data`, and
+knows nothing of mixtures. Without `data.sources` there is one source, `data.source`, whose name is
+"".
+
+    data.sources=("web=crawl/**/*.jsonl.gz", "code=code.jsonl", "code.weight=0.25")
+"""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+from jaxtrain.config.groups.run_settings import DataConfig
+from jaxtrain.config.groups.setting import text_value
+
+PATH = "path"
+EXHAUSTED = ("stop", "leave", "repeat")
+# The settings of `data` that a source may have for itself.
+OF_SOURCE = (
+    "tokenizer",
+    "text_fields",
+    "loss_mask",
+    "bad_records",
+    "token_dtype",
+    "validation_fraction",
+    "packing",
+    "filter",
+    "duplicates",
+)
+_IN_MIXTURE: dict[str, Any] = {"weight": 1.0, "epochs": 0.0, "exhausted": "stop"}
+
+
+class SourceEntry(NamedTuple):
+    """An item of `data.sources` or `data.validation`. setting: PATH for NAME=PATH"""
+
+    name: str
+    setting: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureSource:
+    """A source of a mixture, or a validation set.
+
+    name: "" for `data.source`
+    data: the settings with which its corpus is prepared; `data.source` is its path
+    weight: its part of the rows, over the sum of all sources' weights
+    epochs: how often it is read before it is exhausted; 0: without end
+    exhausted: what follows then: the run stops; it leaves the mixture, and the others' weights are
+        renormalised; or it is repeated
+    """
+
+    name: str
+    data: DataConfig
+    weight: float = 1.0
+    epochs: float = 0.0
+    exhausted: str = "stop"
+
+
+def parse_source_entry(entry: str) -> SourceEntry | None:
+    """The parts of an item; None if it does not have this form."""
+    path, equals, text = entry.partition("=")
+    name, dot, setting = path.partition(".")
+    is_one = re.fullmatch(r"[\w-]+", name) and equals and bool(dot) == bool(setting)
+    return SourceEntry(name, setting or PATH, text) if is_one else None
+
+
+def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
+    """The sources of a run, in the order of their first items. Items have the form and the types
+    that the rules ask for."""
+    return _named(data, data.sources) or (MixtureSource("", data),)
+
+
+def validation_sets(data: DataConfig) -> tuple[MixtureSource, ...]:
+    """The sets of `data.validation`; the parts that sources hold out are not among them."""
+    return _named(data, data.validation)
+
+
+def _named(data: DataConfig, entries: tuple[str, ...]) -> tuple[MixtureSource, ...]:
+    settings: dict[str, dict[str, Any]] = {}
+    for one in filter(None, map(parse_source_entry, entries)):
+        settings.setdefault(one.name, {})[one.setting] = entry_value(one)
+    return tuple(_source(data, name, given) for name, given in settings.items())
+
+
+def _source(data: DataConfig, name: str, given: dict[str, Any]) -> MixtureSource:
+    in_mixture = {key: value for key, value in given.items() if key in _IN_MIXTURE}
+    changes = {key: value for key, value in given.items() if key in OF_SOURCE}
+    alone: dict[str, Any] = {"source": given.get(PATH, ""), "sources": (), "validation": ()}
+    return MixtureSource(name, dataclasses.replace(data, **alone, **changes), **in_mixture)
+
+
+def entry_value(one: SourceEntry) -> Any:
+    """The value of an item's text; the text itself where it is of another type, or its setting is
+    unknown."""
+    defaults = {f.name: f.default for f in dataclasses.fields(DataConfig) if f.name in OF_SOURCE}
+    return text_value(one.text, (defaults | _IN_MIXTURE).get(one.setting, ""))

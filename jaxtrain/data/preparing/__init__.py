@@ -1,0 +1,1 @@
+"""Sources → prepared corpora in the cache."""
