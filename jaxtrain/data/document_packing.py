@@ -18,6 +18,7 @@ Legend: T the sequence length. loader.py puts sequences into batches and batches
 import numpy as np
 
 from jaxtrain.data.corpus import Corpus
+from jaxtrain.data.reading.joined import view
 from jaxtrain.data.split import Stream
 from jaxtrain.data.tokenizer import DataError
 
@@ -49,9 +50,8 @@ class Sequences:
     ):
         self._corpus, self._stream = corpus, stream
         self._length, self._across = sequence_length, attend_across_documents
-        # Plain views: a memmap's own slicing costs several times as much.
-        self._tokens, self._documents = np.asarray(corpus.tokens), np.asarray(corpus.documents)
-        self._mask = None if corpus.mask is None else np.asarray(corpus.mask)
+        self._tokens, self._documents = view(corpus.tokens), view(corpus.documents)
+        self._mask = view(corpus.mask)
         targets = max(0, len(stream) - 1)
         self.repeated = not padded and 0 < len(stream) <= sequence_length
         if padded:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxtrain.data.reading.joined import Joined
+
 CHUNK = 1 << 20  # documents examined at a time
 
 
@@ -43,7 +45,7 @@ class Stream:
             yield first, first + count
             begin += count
 
-    def read(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
+    def read(self, array: np.ndarray | Joined, begin: int, end: int) -> np.ndarray:
         """Elements [end − begin] of a per-token array of the corpus: a view of one range, or a copy
         of several."""
         parts = [array[first:last] for first, last in self.ranges(begin, end)]
