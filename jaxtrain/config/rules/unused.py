@@ -294,7 +294,7 @@ USES = (
     ),
     Use(
         ["data.token_dtype"],
-        lambda c: sources.format_of(c.data.source) == "bin",
+        lambda c: "bin" in sources.formats(c.data.source),
         lambda c: f"with data.source={c.data.source!r}",
     ),
     Use(
