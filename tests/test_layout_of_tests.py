@@ -28,6 +28,7 @@ GROUPED = {
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
     "config/rules/field_rules.py": "config/test_groups.py",
+    "config/rules/phase_rules.py": "config/test_phases.py",
     **{
         f"config/rules/{name}.py": "config/test_checks.py"
         for name in (
