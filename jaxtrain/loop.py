@@ -30,7 +30,7 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.hf import source_files
 from jaxtrain.hf.importing import PublishedWeights
 from jaxtrain.phases.run_end import draw_losses, log_results, what_next
-from jaxtrain.phases.run_state import make_state, open_weights, state_on_disk
+from jaxtrain.phases.run_state import make_state, open_weights, state_on_disk, until_exhausted
 from jaxtrain.phases.start_lines import beginning, introduction, when_compiled
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.planner.for_training import AfterWarmUp, fitting, plan_at_hand
@@ -102,7 +102,9 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
         chosen = checkpoints.choose()
         weights = open_weights(config, chosen.start.resumes)
         corpora = prepare_corpora(config.data, config.model.vocab_size, config.train)
-        chosen.check_corpora(corpora)
+        content = TrainingBatches(corpora, spans(config))
+        chosen.check_corpora(content)
+        config = until_exhausted(config, content)
         if chosen.start.step >= config.train.steps:
             cluster.log(
                 f"{folder} already has its {chosen.start.step} steps: raise train.steps to go on",
@@ -118,7 +120,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             step = make_step(config, mesh, prepared.setup)
             closing.enter_context(state_on_disk(step))
             begin = functools.partial(make_state, config, step, weights)
-            candidates = chosen.candidates(step, corpora, begin)
+            candidates = chosen.candidates(step, content, begin)
             resumes = candidates.expected.resumes
 
             # --- batches ---
@@ -129,9 +131,8 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 initial = concurrent.futures.Future()
                 initial.set_result(begin())
             batches, held_out = make_loaders(
-                corpora,
+                content,
                 config.data,
-                spans(config),
                 step.abstract_batch["tokens"],
                 step.separate_replicas,
                 config.train.eval_batches,

@@ -20,7 +20,7 @@ from jaxtrain.data.corpora import Corpora, ValidationSet
 from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.document_packing import SequenceArrays, Sequences
 from jaxtrain.data.mixture import Segment, in_parts
-from jaxtrain.data.order import Order
+from jaxtrain.data.order import WINDOW, Order
 from jaxtrain.data.row_log import ReadSequence
 from jaxtrain.data.split import Stream
 from jaxtrain.data.tokenizer import DataError
@@ -132,17 +132,31 @@ class TrainingBatches:
         for corpus in self.corpora.corpora:
             corpus.check_whole()
 
-    def end(self) -> tuple[int, str] | None:
-        """The number of whole batches before sources are exhausted, and the setting of the last
-        one, if that is before the last span's end."""
+    def end(self) -> tuple[MixtureSource, int] | None:
+        """The source that ends the run, and the number of whole batches before that, if it is
+        before the last span's end."""
         total = self.spans[-1].rows_before(self.spans[-1].end)
         segment = self._segment(total - 1)
         if segment.parts:
             return None
         assert self._exhausted
         span = next(s for s in reversed(self.spans) if s.rows <= segment.first)
-        batches = span.begin + (segment.first - span.rows) // span.batch_size
-        return batches, self._exhausted.setting
+        return self._exhausted, span.begin + (segment.first - span.rows) // span.batch_size
+
+    @property
+    def windows(self) -> int:
+        """The number of windows of the largest source."""
+        groups = max(len(order.sequences.packing.firsts) - 1 for order in self._orders)
+        return -(-groups // WINDOW)
+
+    def history(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The mixtures of all batches before one: the number of the first sequence of each, and
+        the weights of its sources up to the last one with a weight."""
+        number = span_at(self.spans, batch).rows_before(batch)
+        self._segment(max(0, number - 1))
+        past = [segment for segment in self._segments if segment.first < number]
+        last = lambda parts: max((k + 1 for k, part in enumerate(parts) if part), default=0)
+        return [(segment.first, segment.parts[: last(segment.parts)]) for segment in past]
 
     def _segment(self, number: int) -> Segment:
         """The segment of a sequence, by its number among all."""
