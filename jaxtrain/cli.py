@@ -130,9 +130,7 @@ def parse(
         if refused:
             raise refused
         # last, because it may ask the hub
-        config, notes = hub.with_commits(config, namespace.workdir, hub.OF_DATA)
-        namespace.notes += notes
-        return config, namespace
+        return hub.with_commits(config, namespace.workdir), namespace
 
     return parse_unchecked(argv, description, (*SHARED_FLAGS, *extra_flags), complete, recipe)
 

@@ -14,33 +14,29 @@ import contextlib
 import dataclasses
 import functools
 import glob
+import logging
 import os
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from jaxtrain import config as cfg
 from jaxtrain.config.errors import cut, one_line, shown
 from jaxtrain.run import files, streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
-if TYPE_CHECKING:
-    from huggingface_hub.utils import HfUri
-
 T = TypeVar("T")
-SCHEME, MODELS = "hf://", "hf://models/"
-COMMIT = re.compile("[0-9a-f]{40}")
+SCHEME, MODELS, COMMIT = "hf://", "hf://models/", "[0-9a-f]{40}"
 # what may be a model's name; a JSON file's path is none
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)(@\S+)?")
 OF_MODELS = ("train.init_from", "tokenizer", "from_hf")  # how what names a model ends
-OF_DATA = ("data.tokenizer", "data.source", "data.sources", "data.validation")
-# Seconds until an answer begins, for which the library would wait for ever; and seconds of
-# failures, or of a wait that the hub asks for, after which a command ends.
-ANSWER_S, PATIENCE_S = 30.0, 60.0
+OF_DATA, OF_MIXTURES = ("data.tokenizer", "data.source"), ("data.sources", "data.validation")
+# seconds between tries; until an answer begins, for which the library would wait for ever; and the
+# most that the hub may ask to wait for
+WAITS_S, ANSWER_S, LONGEST_S = (1.0, 2.0, 4.0, 8.0, 16.0), 30.0, 60.0
 
 
 class HubError(RunError):
@@ -50,7 +46,7 @@ class HubError(RunError):
     status = ExitStatus.BAD_CONFIG
 
 
-class HubUnavailableError(HubError):
+class HubAwayError(HubError):
     """A hub that does not answer, or a disk that is full: what may pass."""
 
     status = ExitStatus.STORAGE
@@ -59,35 +55,30 @@ class HubUnavailableError(HubError):
 class Repository(NamedTuple):
     """A repository that a setting names.
 
-    setting: its path; text: its value; uri: kind, name, revision and a path in the repository
-    note: a line about the commit, for people; "" if the setting has the commit
+    setting: its path, data.sources.NAME for an item of a mixture; text: its value
+    uri: huggingface_hub's record of kind, name, revision, and a path in the repository
+    note: a line about its commit, for people; "" where the setting has the commit
     """
 
     setting: str
     text: str
-    uri: "HfUri"
+    uri: Any
     note: str = ""
-
-    @property
-    def is_pinned(self) -> bool:
-        return bool(COMMIT.fullmatch(self.uri.revision or ""))
 
 
 def repository(setting: str, text: str) -> Repository | None:
     """The repository that a setting names; None for a local file or folder, which has precedence,
     and for a text that can be no name. Raises HubError for a wrong address hf://…"""
     is_model = setting.endswith(OF_MODELS)
-    if is_model and (not NAME.fullmatch(text) or os.path.lexists(text)):
-        return None
-    if not is_model and not text.startswith(SCHEME):
+    is_named = NAME.fullmatch(text) and not os.path.lexists(text) if is_model else None
+    if not is_named and (is_model or not text.startswith(SCHEME)):
         return None
     # imported where a name needs it: this takes a third of a second
-    from huggingface_hub.errors import HfUriError
     from huggingface_hub.utils import parse_hf_uri
 
     try:
         return Repository(setting, text, parse_hf_uri(SCHEME * is_model + text))
-    except HfUriError as error:
+    except ValueError as error:
         if is_model:
             return None
         raise HubError(f"{setting}={shown(text)} is no address of the hub: {error}") from None
@@ -99,72 +90,43 @@ def repository(setting: str, text: str) -> Repository | None:
 def pinned(named: Repository, workdir: str) -> Repository:
     """A repository at a commit: the one with which the run in this folder began, else that of its
     revision at present, or when the hub could be reached last. Raises HubError."""
-    if named.is_pinned:
+    uri, config = named.uri, ""
+    if re.fullmatch(COMMIT, uri.revision or ""):
         return named
-    before, commit, since = _of_run(workdir).get(named.setting), "", ""
-    # a branch may have moved since, and a run goes on with the files that it began with
-    if before and (before.uri.type, before.uri.id) == (named.uri.type, named.uri.id):
-        commit, since = str(before.uri.revision), f", as in {workdir}/{files.CONFIG_FILE}"
-    uri = dataclasses.replace(named.uri, revision=commit or _commit(named))
-    text = uri.to_uri().removeprefix(MODELS)
-    return Repository(named.setting, text, uri, f"{named.setting}={named.text} is {text}{since}")
+    with contextlib.suppress(OSError, ValueError):
+        config = files.read_regular(os.path.join(workdir, files.CONFIG_FILE)).decode()
+    # A branch may have moved since, and a run goes on with the files that it began with: those that
+    # the same setting, or item of a mixture, has in config.json.
+    item = named.setting.partition(".")[2].partition(".")[2]
+    place = _text(dataclasses.replace(uri, revision=None, path_in_repo=""))
+    pattern = re.escape(f'"{item}{"=" * bool(item)}{place}@') + f"({COMMIT})"
+    if match := re.search(pattern, config):
+        commit, since = match[1], f", as in {workdir}/{files.CONFIG_FILE}"
+    else:
+        ask = functools.partial(_library().HfApi().resolve_revision, uri.id, repo_type=uri.type)
+        commit, since = _patiently(named, lambda: ask(revision=uri.revision).resolved), ""
+    uri = dataclasses.replace(uri, revision=commit)
+    return Repository(
+        named.setting, _text(uri), uri, f"{named.setting}={named.text} is {_text(uri)}{since}"
+    )
 
 
-def with_commits(
-    config: cfg.Config, workdir: str, settings: Sequence[str]
-) -> tuple[cfg.Config, tuple[str, ...]]:
-    """(a config with a commit in each repository that some of its settings name, notes about
-    them). Raises HubError."""
-    notes: list[str] = []
+def with_commits(config: cfg.Config, workdir: str) -> cfg.Config:
+    """A config with a commit in each repository that its data name. Raises HubError."""
 
     def pin(setting: str, text: str) -> str:
-        if named := repository(setting, text):
-            named = pinned(named, workdir)
-            notes.extend(filter(None, [named.note]))
-        return named.text if named else text
+        named = repository(setting, text)
+        return pinned(named, workdir).text if named else text
 
-    return _changed(config, settings, pin), tuple(notes)
-
-
-def _changed(
-    config: cfg.Config, settings: Sequence[str], change: Callable[[str, str], str]
-) -> cfg.Config:
-    """A config with change(setting, text) in place of each text of some settings; an item NAME=TEXT
-    of `data.sources` is the setting `data.sources.NAME`."""
-    changes: dict[str, Any] = {}
-    for setting in settings:
-        value: Any = cfg.get(config, setting)
-        if isinstance(value, str):
-            changes[setting] = change(setting, value)
-        elif isinstance(value, tuple):
-            items = (item.partition("=") for item in value)
-            changes[setting] = tuple(
-                name + sign + change(f"{setting}.{name}", text) for name, sign, text in items
-            )
+    changes: dict[str, Any] = {path: pin(path, cfg.get(config, path)) for path in OF_DATA}
+    for path in OF_MIXTURES:
+        items = (item.partition("=") for item in cfg.get(config, path))
+        changes[path] = tuple(f"{name}{sign}{pin(f'{path}.{name}', x)}" for name, sign, x in items)
     return cfg.replace(config, changes)
 
 
-def _of_run(workdir: str) -> dict[str, Repository]:
-    """Setting → the repository that it names in a run's config.json, if there is one."""
-    found: dict[str, Repository] = {}
-
-    def find(setting: str, text: str) -> str:
-        if named := repository(setting, text):
-            found[setting] = named
-        return text
-
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, HubError):
-        config = cfg.from_dict(files.read_json(os.path.join(workdir, files.CONFIG_FILE)))
-        _changed(config, ("train.init_from", *OF_DATA), find)
-    return found
-
-
-@functools.cache
-def _commit(named: Repository) -> str:
-    """The commit of a repository's revision, which the hub's cache remembers."""
-    resolve = _library().HfApi().resolve_revision
-    kind, name, revision = named.uri.type, named.uri.id, named.uri.revision
-    return _patiently(named, lambda: resolve(name, repo_type=kind, revision=revision)).resolved
+def _text(uri: Any) -> str:
+    return uri.to_uri().removeprefix(MODELS)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -177,20 +139,16 @@ def folder(named: Repository, names: tuple[str, ...]) -> pathlib.Path:
 
     named: at a commit
     """
-    download = functools.partial(
-        _library().snapshot_download,
-        named.uri.id,
-        repo_type=named.uri.type,
-        revision=named.uri.revision,
-        allow_patterns=[*map(glob.escape, names)],
-    )
-    return pathlib.Path(_patiently(named, download))
+    uri, patterns = named.uri, [*map(glob.escape, names)]
+    download = functools.partial(_library().snapshot_download, uri.id, repo_type=uri.type)
+    path = _patiently(named, lambda: download(revision=uri.revision, allow_patterns=patterns))
+    return pathlib.Path(path)
 
 
 @functools.cache
-def _library() -> ModuleType:
-    """huggingface_hub, which asks for listings without any limit of time, and waits as long as a
-    hub says: both have a bound here."""
+def _library() -> Any:
+    """huggingface_hub, with bounds: it asks for listings without any limit of time, and waits as
+    long as a hub says."""
     import huggingface_hub
     from huggingface_hub.utils._http import default_client_factory
 
@@ -199,8 +157,8 @@ def _library() -> ModuleType:
         request.extensions["timeout"] = {name: limits[name] or ANSWER_S for name in limits}
 
     def refuse_long_waits(response: Any) -> None:
-        if (seconds := _wait_of(response)) > PATIENCE_S:
-            raise HubUnavailableError(f"the hub asks to wait for {seconds:.0f} s: {response.url}")
+        if (seconds := _wait_of(response)) > LONGEST_S:
+            raise HubAwayError(f"it asks to wait for {seconds:.0f} s")
 
     def client() -> Any:
         client = default_client_factory()
@@ -209,75 +167,68 @@ def _library() -> ModuleType:
         return client
 
     huggingface_hub.set_client_factory(client)
+    # it warns where none of the files that may be there is
+    logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     if not sys.stderr.isatty():  # not all of its bars look for that themselves
         huggingface_hub.utils.disable_progress_bars()
     return huggingface_hub
 
 
 def _wait_of(response: Any) -> float:
-    """The seconds that an answer asks to wait for; 0 without any."""
-    text = response.headers.get("Retry-After", "")
+    """The seconds that an answer, if there is one, asks to wait for."""
+    text = response.headers.get("Retry-After", "") if response else ""
     return float(text) if text.isdigit() else 0.0
 
 
 def _patiently(named: Repository, do: Callable[[], T]) -> T:
     """The result of calls of the library, which are repeated while the hub has failures that may
     pass. Raises HubError."""
-    end, wait = time.monotonic() + PATIENCE_S, 1.0
-    while True:
+    import httpx2
+
+    for wait in (*WAITS_S, 0.0):
         try:
             return do()
         except Exception as error:
-            refusal, asked = _refusal(named, error)
-            wait = max(wait, asked)
-            if not asked or time.monotonic() + wait > end:
+            cause: BaseException = error
+            while cause.__cause__ and not isinstance(cause, httpx2.HTTPError | HubError):
+                cause = cause.__cause__
+            refusal = _refusal(named, cause)
+            # where there is no connection at all, no other try will find one
+            is_final = not wait or isinstance(cause, httpx2.ConnectError | HubError)
+            if is_final or not isinstance(refusal, HubAwayError):
                 raise refusal from error
+            wait = max(wait, _wait_of(getattr(cause, "response", None)))
         streams.remark(f"{refusal}: trying again in {wait:.0f} s")
         time.sleep(wait)
-        wait *= 2
+    raise AssertionError
 
 
-def _refusal(named: Repository, error: Exception) -> tuple[HubError, float]:
-    """(the error for one of the library, the seconds to wait at least before another try; 0 if that
-    would not help)."""
+def _refusal(named: Repository, error: BaseException) -> HubError:
+    """The error for one of the library."""
     import httpx2
     from huggingface_hub import constants, errors
 
-    cause: BaseException = error
-    while cause.__cause__ and not isinstance(cause, httpx2.HTTPError | HubError):
-        cause = cause.__cause__
-    value, hub = f"{named.setting}={shown(named.text)}", constants.ENDPOINT
-    page = named.uri.to_url(hub)
-    words = cut(one_line(str(cause)))
-    rules = {
-        errors.GatedRepoError: f"is gated: accept its conditions at {page}, and set HF_TOKEN",
-        errors.DisabledRepoError: f"is disabled by {hub}",
+    hub, words = constants.ENDPOINT, cut(one_line(str(error)))
+    rules: dict[type, str] = {
+        errors.GatedRepoError: f"is gated: accept its conditions at {named.uri.to_url(hub)}, and "
+        "set HF_TOKEN",
         errors.RevisionNotFoundError: f"names a revision that {hub} lacks: name a branch, a tag or "
         "a commit",
         errors.RepositoryNotFoundError: f"is nothing here, and no repository of {hub}, or a "
         "private one, for which HF_TOKEN has to be set",
         errors.OfflineModeIsEnabled: f"is not, or not completely, in {constants.HF_HUB_CACHE}, and "
         "HF_HUB_OFFLINE is set",
+        BaseException: f"cannot be read from {hub} ({words})",
     }
-    for kind, rule in rules.items():
-        if isinstance(cause, kind):
-            return HubError(f"{value} {rule}"), 0.0
-    if isinstance(cause, HubError):
-        return type(cause)(f"{value}: {cause}"), 0.0
-    if isinstance(cause, errors.HfHubHTTPError):
-        status = cause.response.status_code
-        refused = f"{value} is refused by {hub} with status {status} ({words})"
-        if status in (408, 429) or status >= 500:
-            return HubUnavailableError(refused), max(1.0, _wait_of(cause.response))
-        return HubError(refused + ": set HF_TOKEN to one that may read it"), 0.0
-    if isinstance(cause, httpx2.HTTPError):
-        # a timeout or a broken connection, unless there was no connection at all
-        is_new = isinstance(cause, httpx2.ConnectError)
-        return HubUnavailableError(f"{value}: {hub} cannot be reached ({words})"), 1.0 - is_new
-    if isinstance(cause, OSError) and cause.errno:
-        text = f"{value} cannot be stored in {constants.HF_HUB_CACHE} ({cause.strerror})"
-        passes = cause.errno in files.TRANSIENT
-        return (HubUnavailableError if passes else HubError)(text), 0.0
-    # a file that is shorter than it should be is a plain OSError
-    garbled = f"{value}: {hub} does not answer as a hub does ({words})"
-    return HubError(garbled), float(type(cause) is OSError)
+    rule = next(rule for kind, rule in rules.items() if isinstance(error, kind))
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    if status in (401, 403) and rule.endswith(")"):
+        rule += ": set HF_TOKEN to one that may read it"
+    passes = (
+        status in (408, 429)
+        or status >= 500
+        or isinstance(error, httpx2.TransportError | HubAwayError)
+        or getattr(error, "errno", None) in files.TRANSIENT
+        or type(error) is OSError  # a file that is shorter than it should be
+    )
+    return (HubAwayError if passes else HubError)(f"{named.setting}={shown(named.text)} {rule}")

@@ -50,22 +50,17 @@ ADAPTER = "adapter_config.json"
 class Origin:
     """The settings that a run takes from the model that it starts from.
 
-    repository: of the hub, at a commit; None for a folder
+    name: `train.init_from` of the run: the folder, or the repository at its commit
     folder: of the published model; place: the file that has the settings
     tokenizer: a path or a repository, "" if there is none; notes: lines for people
     """
 
-    repository: hub.Repository | None
+    name: str
     folder: pathlib.Path
     place: pathlib.Path
     model: cfg.ModelConfig
     tokenizer: str
     notes: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """The value of `train.init_from` for a run that starts from this model."""
-        return self.repository.text if self.repository else str(self.folder)
 
     def notes_for(self, model: cfg.ModelConfig, data: cfg.DataConfig) -> tuple[str, ...]:
         """The notes for a run of this model, which may leave out prediction modules."""
@@ -95,9 +90,9 @@ class Published(Origin):
     def tensors(self) -> SafetensorsFolder:
         """The tensors; a repository's are downloaded. Raises HfError as SafetensorsFolder, and
         HubError."""
-        if self.repository:
-            hub.folder(self.repository, (CONFIG, SINGLE))
-            hub.folder(self.repository, (CONFIG, *weight_files(self.folder)))
+        if named := hub.repository("train.init_from", self.name):
+            hub.folder(named, (SINGLE,))
+            hub.folder(named, tuple(weight_files(self.folder)))
         return SafetensorsFolder(self.folder)
 
     @property
@@ -151,7 +146,7 @@ def read_published(folder: pathlib.Path, repository: hub.Repository | None = Non
         ]
     tokenizer = repository.text if repository else str(folder.resolve() / TOKENIZER)
     published = Published(
-        repository,
+        repository.text if repository else str(folder),
         folder,
         place,
         model,
@@ -178,27 +173,25 @@ def read_published(folder: pathlib.Path, repository: hub.Repository | None = Non
 
 def read_origin(name: str, workdir: str) -> Origin:
     """The settings of `train.init_from`. Those of the run in `workdir` count if it began with this
-    folder or repository, which is gone or out of reach now. Raises HfError for what cannot be
-    honoured, HubError as `open_published`, ConfigError for a folder without config.json."""
+    folder or repository, which is gone or out of reach. Raises HfError for what cannot be honoured,
+    HubError as `open_published`, ConfigError for a folder without config.json."""
     stored, named = pathlib.Path(workdir) / CONFIG_FILE, hub.repository("train.init_from", name)
-    path = pathlib.Path(name) if named else pathlib.Path(os.path.expanduser(name)).absolute()
-    refusal: Exception = cfg.ConfigError(
-        "train.init_from", name, f"is no folder with a {CONFIG} of a published model"
-    )
+    path = pathlib.Path(name if named else os.path.expanduser(name)).absolute()
     try:
         # unlike Path.exists, also for a name that is too long
-        if named or os.path.exists(path / CONFIG):
-            return open_published(name, workdir)
-    except hub.HubError as error:
-        refusal = error
-    with contextlib.suppress(HfError, ValueError, AttributeError, TypeError):
-        run = cfg.from_dict(read_json(stored))
-        named = hub.pinned(named, workdir) if named else None
-        if run.train.init_from == (named.text if named else str(path)):
-            return Origin(
-                named, path, stored, run.model, tokenizer_of(run.data.tokenizer, stored.parent), ()
-            )
-    raise refusal
+        if not named and not os.path.exists(path / CONFIG):
+            rule = f"is no folder with a {CONFIG} of a published model"
+            raise cfg.ConfigError("train.init_from", name, rule)
+        return open_published(name, workdir)
+    except (cfg.ConfigError, hub.HubError) as error:
+        with contextlib.suppress(HfError, ValueError, AttributeError, TypeError):
+            run, name = cfg.from_dict(read_json(stored)), str(path)
+            if named:
+                name = hub.pinned(named, workdir).text
+            if run.train.init_from == name:
+                tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
+                return Origin(name, path, stored, run.model, tokenizer, ())
+        raise error
 
 
 def notes_of_length(data: cfg.DataConfig, place: pathlib.Path) -> tuple[str, ...]:
