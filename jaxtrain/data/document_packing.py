@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxtrain.data.best_fit import GROUP, BestFit
 from jaxtrain.data.corpus import Corpus
+from jaxtrain.data.reading.joined import view
 from jaxtrain.data.split import Stream, read_ranges
 from jaxtrain.data.tokenizer import DataError
 
@@ -91,9 +92,8 @@ class Sequences:
     ):
         self._corpus, self._stream = corpus, stream
         self._length, self._across = sequence_length, attend_across_documents
-        # Plain views: a memmap's own slicing costs several times as much.
-        self._tokens, self._documents = np.asarray(corpus.tokens), np.asarray(corpus.documents)
-        self._mask = None if corpus.mask is None else np.asarray(corpus.mask)
+        self._tokens, self._documents = view(corpus.tokens), view(corpus.documents)
+        self._mask = view(corpus.mask)
         self.packing: Packing = (
             BestFit(corpus, stream, sequence_length)
             if packing == "best_fit"

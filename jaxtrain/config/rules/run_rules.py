@@ -100,8 +100,8 @@ def data_has_fields(
 def _corpus_fits(data: DataConfig, model: ResolvedModel) -> Iterator[Violation]:
     """The rules of a corpus. data: of a source or a validation set"""
     mask, read = data.loss_mask, data.text_fields
-    from_bytes = data.tokenizer == "bytes" and not sources.holds_tokens(data.source)
-    if from_bytes and model.vocab_size < BYTE_VOCABULARY:
+    too_small = data.tokenizer == "bytes" and model.vocab_size < BYTE_VOCABULARY
+    if too_small and not sources.holds_tokens(data.source):
         yield Violation(
             "model.vocab_size",
             f"is too small for data.tokenizer='bytes', which has {BYTE_VOCABULARY} tokens",
