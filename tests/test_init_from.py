@@ -93,6 +93,11 @@ def test_as_from_a_checkpoint_of_step_0(folder, started):
     passed_over = f"train.init_from={folder / 'model'} is passed over"
     assert f"continuing from step 0; {passed_over}" in done.out
     assert len(runs.losses(started)) == 3 and runs.losses(started) == runs.losses(workdir)
+    validation = [
+        [(r["step"], r["validation_loss"]) for r in read_metrics(run) if "validation_loss" in r]
+        for run in (started, workdir)
+    ]
+    assert validation[0] == validation[1] and [step for step, _ in validation[0]] == [0, 3]
     of_run, of_convert = (
         {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
         for run in (started, workdir)
