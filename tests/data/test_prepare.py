@@ -445,7 +445,7 @@ def test_errors_of_the_source_name_the_source(config, write, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
         yield
 
-    monkeypatch.setattr(tokens.documents, "pieces", broken)
+    monkeypatch.setattr(documents, "pieces", broken)
     assert failure(config(source=path)) == f"{path}: Input/output error"
 
 
@@ -670,7 +670,7 @@ def test_golden_checksum(config, write):
 def test_prepared_once(config, write, monkeypatch):
     path = write("a.txt", "abc")
     first = prepare(config(source=path), 257, progress=False)
-    monkeypatch.setattr(tokens, "_tokenize", None)
+    monkeypatch.setattr(tokens, "encode_part", None)
     again = prepare(
         config(source=path, sequence_length=99, seed=5, validation_fraction=0.5),
         300,
@@ -716,7 +716,7 @@ def test_content_decides(config, write, name, capsys, monkeypatch):
     taken = r"\S+ is taken from the cache, prepared at 20\d\d-\S+ [\d:]+: "
     said = [bool(re.match(taken + str(made["x"]), line)) for line in lines if "prepared " in line]
     assert said == [False, False, True]
-    monkeypatch.setattr(tokens, "_tokenize", None)
+    monkeypatch.setattr(tokens, "encode_part", None)
     monkeypatch.setattr(tokens, "_index", None)
     for _ in range(2):
         assert prepare(config(source=source), 257, progress=False).folder == made["x"]
@@ -774,7 +774,7 @@ def test_a_copied_cache_is_compared_once(config, write, tmp_path, monkeypatch):
     shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copy)
     info = tmp_path / "copy" / corpus.folder.name / tokens.INFO
     os.utime(info, ns=(1, 1))
-    monkeypatch.setattr(tokens, "_tokenize", None)
+    monkeypatch.setattr(tokens, "encode_part", None)
     times = []
     (tmp_path / "copy" / corpus.folder.name / "tokens.bin").write_bytes(bytes(602))
     with pytest.raises(TypeError, match="NoneType"):  # it would be prepared
