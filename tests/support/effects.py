@@ -40,6 +40,7 @@ BESIDE_THE_PROGRAM = (
     "data.text_fields",
     "data.token_dtype",
     "data.validation_fraction",
+    "data.duplicates",
 )
 
 # Settings → why their effect is not looked at here.

@@ -22,7 +22,7 @@ sorted on its own, in parts of bounded size.
 import hashlib
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,11 +38,11 @@ KEYS = {"keep": 0, "exact": 1, "near": 1 + BANDS}  # of a document, by `data.dup
 
 
 def with_keys(
-    pieces: Iterable[TextPiece], duplicates: str, path: pathlib.Path
+    pieces: Iterable[TextPiece], duplicates: str, store: Callable[[np.ndarray], None]
 ) -> Iterator[TextPiece]:
-    """The pieces as they are. After the last one the keys of their documents are in a new file:
-    [KEYS, documents] uint64, little-endian. Runs of words across the end of a piece do not
-    count."""
+    """The pieces as they are. After the last one the keys of their documents are stored:
+    [KEYS · documents] uint64, little-endian, one column after the other. Runs of words across the
+    end of a piece do not count."""
     minhash = _minhash if duplicates == "near" else lambda: None
     content, text, words = bytearray(), hashlib.blake2b(digest_size=8), minhash()
     for piece in pieces:
@@ -54,7 +54,7 @@ def with_keys(
             content += text.digest() + (_bands(words) if words else b"")
             text, words = hashlib.blake2b(digest_size=8), minhash()
     by_document = np.frombuffer(content, "<u8").reshape(-1, KEYS[duplicates])
-    path.write_bytes(by_document.T.tobytes())
+    store(by_document.T.ravel())
 
 
 def _minhash() -> Any:
@@ -78,7 +78,7 @@ def repeated(files: Sequence[pathlib.Path], count: int) -> np.ndarray:
     """[documents, 2] bool: True for the documents that share the first key, and another key, with
     an earlier document.
 
-    files: those of `with_keys`, in the order of the corpus; count: the keys of a document
+    files: of what `with_keys` stores, in the order of the corpus; count: the keys of a document
     """
     sizes = [file.stat().st_size // (8 * count) for file in files]  # documents
     firsts = np.append(0, np.cumsum(sizes))
