@@ -143,7 +143,7 @@ TUPLES = {
 def write_corpora(folder: pathlib.Path) -> list[str]:
     """The paths of a file of records, a text and a token file, with more than a batch each."""
     lines = [{"prompt": f"{i}? ", "text": f"number {i * i} of some"} for i in range(400)]
-    lines += lines[:20]  # duplicates
+    lines = [*lines[:20], *lines]  # duplicates
     paths = [folder / name for name in ("a.jsonl", "a.txt", "a.bin")]
     paths[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
     paths[1].write_text("".join(line["text"] + "\n" for line in lines))
