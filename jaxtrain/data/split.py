@@ -100,14 +100,14 @@ def _candidates(
     for first in range(0, len(documents) - 1, CHUNK):
         offsets = np.asarray(documents[first : first + CHUNK + 1])
         index = np.arange(first, first + len(offsets) - 1, dtype=np.int64)
-        key = _mix(index.astype(np.uint64))
+        key = mix(index.astype(np.uint64))
         keep = (np.diff(offsets) <= longest) & (key <= limit)
         indices.append(index[keep])
         keys.append(key[keep])
     return np.concatenate(indices), np.concatenate(keys)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """A bijection uint64 → uint64 that looks random: a step of splitmix64 (Steele, Lea, Flood
     2014), written out because a library's generator may change."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
