@@ -162,7 +162,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             for loader in held_out.values():
                 cluster.log(*loader.content.remarks())
             state, start = candidates.restore(initial)
-            _write_settings(config, prepared.requested.pipeline, folder, weights)
+            _write_settings(prepared.config, prepared.requested.pipeline, folder, weights)
 
             # --- loop ---
             goodput.reached(start.step)
