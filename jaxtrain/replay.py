@@ -30,11 +30,12 @@ from jaxtrain.config import (
     get,
     replace,
 )
-from jaxtrain.config.phases import rate_lines
+from jaxtrain.config.phases import rate_lines, span_at
 from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.phases.run_state import state_on_disk
+from jaxtrain.phases.span_programs import SpanPrograms
 from jaxtrain.phases.start_lines import introduction, when_compiled
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -42,7 +43,6 @@ from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Phase, WallClock
-from jaxtrain.training.compiled_step import start_compiling
 from jaxtrain.training.step import make_step
 from jaxtrain.training.update.optimizer import learning_rate
 
@@ -112,10 +112,11 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
             corpus, config.data, tokens, replicas, config.train.eval_batches
         )
         with data, held_out, state_on_disk(step):
-            compiling = start_compiling(step, executor)
+            programs = SpanPrograms(config, step)
+            compiling = programs.start(chosen.start.meta.position, executor)
             clock.enter(Phase.COMPILING)
-            cluster.log(*introduction(config, step), corpus.describe())
-            programs = when_compiled(step, clock, compiling)
+            cluster.log(*introduction(*programs.first), corpus.describe())
+            when_compiled(step, clock, compiling)
             state, start = chosen.restore(step, corpus)
             intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
             numbers = batches_of(range(start.step + 1, at + 1), start.meta.position, recorded)
@@ -127,9 +128,10 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
             # uses the folder meanwhile removes them.
             clock.enter(Phase.STEPPING)
             for done, number in enumerate(numbers, start.step + 1):
-                state, metrics = programs.take(state, data.batch(number))
-                if programs.exchange and intervals.exchanges(done):
-                    state = programs.exchange(state)
+                of_span = programs.of(span_at(programs.spans, number))
+                state, metrics = of_span.take(state, data.batch(number))
+                if of_span.exchange and intervals.exchanges(done):
+                    state = of_span.exchange(state)
             metrics = step.combine_metrics(metrics) if step.combine_metrics else metrics
             figures = {name: float(metrics[name]) for name in FIGURES}
     # A different mesh sums in another order, which is no difference that a user has to look into.
