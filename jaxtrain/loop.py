@@ -20,15 +20,13 @@ import jax
 from jaxtrain import cli
 from jaxtrain.checkpoint.manager import RunCheckpoints
 from jaxtrain.checkpoint.resuming import Candidates, StartPoint, open_folder
-from jaxtrain.config import PipelineConfig, ResolvedConfig
+from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.phases import Span, config_of, span_at
-from jaxtrain.config.recipes import config_text
 from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.hf import source_files
-from jaxtrain.hf.importing import PublishedWeights
 from jaxtrain.phases.run_end import draw_losses, log_results, what_next
+from jaxtrain.phases.run_files import write_settings
 from jaxtrain.phases.run_state import make_state, open_weights, state_on_disk
 from jaxtrain.phases.span_programs import SpanPrograms
 from jaxtrain.phases.start_lines import beginning, introduction, memory_lines, when_compiled
@@ -36,7 +34,7 @@ from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.planner.for_training import AfterWarmUp, Prediction, fitting, plan_at_hand
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.files import CONFIG_FILE, replace_text, warned
+from jaxtrain.run.files import warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import MetricsWriter
@@ -46,7 +44,6 @@ from jaxtrain.run.signals import Signals
 from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import Phase, WallClock
 from jaxtrain.run.watchdog import Watchdog
-from jaxtrain.training import stored_op_times
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.one_step import StepMetrics
 from jaxtrain.training.parameter_checks import Copies
@@ -150,13 +147,13 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 # Not before: one thread traces at a time, and the step takes longest to compile.
                 initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, executor)
-            validates = config.train.eval_every and held_out.batches
-            others = [evaluation.start_compiling()] if validates else []
+            validates = config.train.eval_every or evaluates_first(config, candidates.expected)
+            others = [evaluation.start_compiling()] if validates and held_out.batches else []
             cluster.log(*introduction(*programs.first), corpus.describe())
             when_compiled(step, clock, compiling, others)
             cluster.log(*batches.remarks(), *held_out.remarks())
             state, start = candidates.restore(initial)
-            _write_settings(config, prepared.requested.pipeline, folder, weights)
+            write_settings(config, prepared.requested.pipeline, folder, weights)
 
             # --- loop ---
             goodput.reached(start.step)
@@ -209,6 +206,7 @@ class Trainer:
         self.clock, self.watchdog = clock, context.watchdog
         self.steps = config.train.steps
         self.intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
+        self.evaluates_first = evaluates_first(config, start)
         self.feed = Feed(ready.batches, start.meta.position, self.steps - self.at)
 
         # --- what people see ---
@@ -265,6 +263,8 @@ class Trainer:
     def train(self) -> None:
         """Trains until `train.steps`, or until a request to stop."""
         self.clock.enter(Phase.STEPPING)
+        if self.evaluates_first:
+            self.validate()
         while self.at < self.steps and not self.asked.stop:
             span = span_at(self.of_spans.spans, self.feed.position)
             if span is not self.span:
@@ -367,8 +367,9 @@ class Trainer:
         if self.detector.fault or (self.asked.stop and self.at < self.steps):
             return
         with self.clock.phase(Phase.EVALUATING):
-            self.validation_loss = self.evaluation.loss(self.state.trained)
-        self.reporter.validation(self.at, self.validation_loss)
+            losses = self.evaluation.losses(self.state.trained)
+        self.validation_loss = losses.mean
+        self.reporter.validation(self.at, losses)
         self.checkpoints.persistent.evaluated(self.at, self.validation_loss)
 
     def roll_back(self) -> None:
@@ -413,9 +414,19 @@ class Trainer:
                 closing.callback(each.close)
 
 
+def evaluates_first(config: ResolvedConfig, start: StartPoint) -> bool:
+    """True if a run that starts here is evaluated before its first step: what it starts from has
+    learned something, or there are sets whose losses are followed."""
+    is_imported = bool(config.train.init_from) or start.resumes
+    return start.step == 0 and (
+        is_imported or bool(config.train.eval_every and config.data.validation)
+    )
+
+
 def _evaluation(step: Step, held_out: Loader, executor: concurrent.futures.Executor) -> Evaluation:
     params = step.abstract_state().trained
-    return Evaluation(step.evaluate, params, held_out.specification(), held_out.iterate, executor)
+    sets = {"": held_out.iterate}
+    return Evaluation(step.evaluate, params, held_out.specification(), sets, sets, executor)
 
 
 def _together(status: ExitStatus) -> ExitStatus:
@@ -458,27 +469,3 @@ def _timed(folder: pathlib.Path, clock: WallClock, start: StartPoint) -> Iterato
     if main:
         with warned(folder / "goodput.png", cluster.log):
             plot_goodput(folder)
-
-
-def _write_settings(
-    config: ResolvedConfig,
-    requested: PipelineConfig,
-    folder: pathlib.Path,
-    weights: PublishedWeights | None,
-) -> None:
-    """Writes, in process 0, config.json, the small files of a published model, and op_times.json
-    for op times that were not `requested` by the user."""
-    if not cluster.is_main():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with warned(folder / CONFIG_FILE, cluster.log):
-        replace_text(folder / CONFIG_FILE, config_text(config))
-    if weights:
-        with warned(folder / source_files.SOURCE, cluster.log):
-            weights.keep(folder)
-    if stored_op_times.worth_storing(config.mesh, config.pipeline, requested):
-        devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-        with warned(folder / stored_op_times.OP_TIMES, cluster.log):
-            stored_op_times.store(
-                folder, config.pipeline.times, stored_op_times.depend_on(config), devices
-            )

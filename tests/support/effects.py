@@ -39,6 +39,7 @@ BESIDE_THE_PROGRAM = (
     "data.source",
     "data.loss_mask",
     "data.text_fields",
+    "data.packing",
     "data.token_dtype",
     "data.validation_fraction",
 )

@@ -5,6 +5,7 @@ only."""
 
 from jaxtrain.config.rules import (
     mesh_rules,
+    mixture_rules,
     model_rules,
     phase_rules,
     pipeline_rules,
@@ -22,6 +23,7 @@ RULES: tuple[SettingsRule, ...] = (
     model_rules.one_norm_is_shared,
     model_rules.router_groups_divide,
     run_rules.sequence_fits,
+    mixture_rules.items_are_known,
     run_rules.data_has_fields,
     run_rules.own_loss_fits,
     run_rules.compiler_options_have_names,

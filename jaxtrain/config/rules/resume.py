@@ -22,6 +22,7 @@ _FREE = (
     "model.mtp_weight",
     "data.cache",
     "data.prefetch",
+    "data.validation",
     # the corpus's checksum says whether these matter
     "data.source",
     "data.bad_records",

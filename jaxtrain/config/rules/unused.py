@@ -30,6 +30,7 @@ from jaxtrain.config.groups.layer_kinds import (
     of_kind,
     parse_entry,
 )
+from jaxtrain.config.groups.mixture_settings import is_evaluated
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import READS, record_of
@@ -294,7 +295,7 @@ USES = (
     ),
     Use(
         ["data.token_dtype"],
-        lambda c: sources.format_of(c.data.source) == "bin",
+        lambda c: "bin" in sources.formats(c.data.source),
         lambda c: f"with data.source={c.data.source!r}",
     ),
     Use(
@@ -304,7 +305,7 @@ USES = (
     ),
     Use(
         ["train.eval_batches", "checkpoint.keep_best"],
-        lambda c: c.data.validation_fraction,
+        lambda c: is_evaluated(c.data),
         lambda c: "with data.validation_fraction=0",
     ),
     *(
