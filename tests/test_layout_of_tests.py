@@ -28,6 +28,7 @@ GROUPED = {
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
     "config/rules/field_rules.py": "config/test_groups.py",
+    "config/rules/phase_rules.py": "config/test_phases.py",
     **{
         f"config/rules/{name}.py": "config/test_checks.py"
         for name in (
@@ -52,7 +53,11 @@ GROUPED = {
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
     "planner/step/planned_op_times.py": "pipeline/test_setup.py",
     "planner/layer/layer.py": "planner/layer/test_layer_trace.py",
+    "data/__main__.py": "data/test_command.py",
+    "data/report.py": "data/test_command.py",
     "data/corpus.py": "data/test_prepare.py",
+    "data/preparing/join.py": "data/test_parts.py",
+    "data/reading/extents.py": "data/test_parts.py",
     "data/reading/bad_records.py": "data/test_records.py",
     "data/reading/json_text.py": "data/test_records.py",
     "data/preparing/corpus_writer.py": "data/test_prepare.py",

@@ -19,25 +19,34 @@ from jaxtrain.config import (
     own_code,
     sources,
 )
+from jaxtrain.config.groups.mixture_settings import is_evaluated, parse_source_entry
 from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.config.own_code import OwnCodeError
+from jaxtrain.config.rules.mixture_rules import of_corpora
 from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
 
 
-def own_code_exists(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
-    """The optimizer's record, which later rules read, and the file of a loss."""
+def own_code_exists(
+    train: TrainConfig, optimizer: OptimizerConfig, data: DataConfig
+) -> Iterator[Violation]:
+    """The optimizer's record, which later rules read, and the files of a loss and of filters."""
     try:
         record_of(optimizer.name)
     except OwnCodeError as error:
         yield Violation("optimizer.name", str(error), values_for("optimizer.name", OPTIMIZERS))
-    try:
-        if train.loss:
-            own_code.digest(train.loss)
-    except OwnCodeError as error:
-        yield Violation("train.loss", str(error), [{"train.loss": ""}])
+    files = [("train.loss", train.loss, ""), ("data.filter", data.filter, "")]
+    for path, items in (("data.sources", data.sources), ("data.validation", data.validation)):
+        filters = (one for one in map(parse_source_entry, items) if one and one.setting == "filter")
+        files += [(path, one.text, f"has {one.name}.filter={one.text}, which ") for one in filters]
+    for path, text, where in files:
+        try:
+            if text:
+                own_code.digest(text)
+        except OwnCodeError as error:
+            yield Violation(path, f"{where}{error}", [] if where else [{path: ""}])
 
 
 def own_loss_fits(
@@ -86,6 +95,17 @@ def sequence_fits(
 def data_has_fields(
     data: DataConfig, model: ResolvedModel, train: TrainConfig
 ) -> Iterator[Violation]:
+    yield from of_corpora(lambda each: _corpus_fits(each, model), data)
+    if train.eval_every and not is_evaluated(data):
+        yield Violation(
+            "train.eval_every",
+            "needs held-out data, and data.validation_fraction=0",
+            [{"train.eval_every": 0}],
+        )
+
+
+def _corpus_fits(data: DataConfig, model: ResolvedModel) -> Iterator[Violation]:
+    """The rules of a corpus. data: of a source or a validation set"""
     mask, read = data.loss_mask, data.text_fields
     too_small = data.tokenizer == "bytes" and model.vocab_size < BYTE_VOCABULARY
     if too_small and not sources.holds_tokens(data.source):
@@ -109,12 +129,6 @@ def data_has_fields(
             "data.loss_mask",
             "names all of data.text_fields: no token would have a loss",
             [{"data.loss_mask": mask[:-1]}],
-        )
-    if train.eval_every and not data.validation_fraction > 0:
-        yield Violation(
-            "train.eval_every",
-            "needs held-out data, and data.validation_fraction=0",
-            [{"train.eval_every": 0}],
         )
 
 
