@@ -18,19 +18,10 @@ import shutil
 import signal
 import struct
 import sys
-import types
 
 import numpy as np
 
 GIGABYTE, SECONDS = 1 << 30, 20
-SETTINGS = {
-    "tokenizer": "bytes",
-    "attend_across_documents": True,
-    "loss_mask": (),
-    "text_fields": ("text",),
-    "validation_fraction": 0.1,
-    "token_dtype": "uint16",
-}
 
 
 def write_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -125,14 +116,14 @@ def damaged(content: bytes, draw: random.Random, others: list[bytes]) -> tuple[s
 def outcome(source: pathlib.Path, bad_records: str, cache: pathlib.Path) -> str:
     """The error's status and line, or the number of tokens; the class of an error that is none of
     the project's."""
-    from jaxtrain.config import ConfigError
+    from jaxtrain.config import ConfigError, DataConfig
     from jaxtrain.data.preparing.prepare import prepare
     from jaxtrain.run.exit_status import RunError
 
-    settings = SETTINGS | {"source": str(source), "cache": str(cache), "bad_records": bad_records}
+    data = DataConfig(source=str(source), cache=str(cache), bad_records=bad_records)
     signal.alarm(SECONDS)  # ends the process: what hangs is the last line
     try:
-        corpus = prepare(types.SimpleNamespace(**settings), 257, progress=False)
+        corpus = prepare(data, 257, progress=False)
         corpus.train.read(corpus.tokens, 0, len(corpus.train))
         return f"{len(corpus.tokens)} tokens"
     except RunError as error:
