@@ -56,6 +56,11 @@ class BestFit:
         group = int(np.searchsorted(self.firsts, s, "right")) - 1
         return list(map(tuple, self._packed(group)[s - self.firsts[group]].tolist()))
 
+    def group_range(self, group: int) -> tuple[int, int]:
+        pieces = self._pieces(group)
+        end = min((group + 1) * self._tokens, len(self._stream))  # also of a group without pieces
+        return int(pieces[:, 0].min(initial=end)), int(pieces[:, 1].max(initial=end))
+
     def _pack(self, group: int) -> list[np.ndarray]:
         """The pieces of each sequence of a group, in the order of the stream, as `_pieces`."""
         pieces = self._pieces(group)
