@@ -54,6 +54,8 @@ GROUPED = {
     "planner/step/planned_op_times.py": "pipeline/test_setup.py",
     "planner/layer/layer.py": "planner/layer/test_layer_trace.py",
     "data/corpus.py": "data/test_prepare.py",
+    "data/preparing/join.py": "data/test_parts.py",
+    "data/reading/extents.py": "data/test_parts.py",
     "data/reading/bad_records.py": "data/test_records.py",
     "data/reading/json_text.py": "data/test_records.py",
     "data/preparing/corpus_writer.py": "data/test_prepare.py",

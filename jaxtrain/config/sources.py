@@ -96,13 +96,20 @@ HELP = (
 
 
 class File(NamedTuple):
-    """A file of a source. format: a key of FORMATS; size: bytes; modified: nanoseconds since the
-    epoch."""
+    """A file of a source, or an extent of one (data/reading/extents.py).
+
+    format: a key of FORMATS
+    size: bytes of the whole file
+    modified: nanoseconds since the epoch
+    first, last: the extent, in bytes of JSONL or row groups of Parquet; last=0: to the end
+    """
 
     path: str
     format: str
     size: int
     modified: int
+    first: int = 0
+    last: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
