@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import jax
 
@@ -147,7 +147,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             if not (initial or resumes):
                 # Not before: one thread traces at a time, and the step takes longest to compile.
                 initial = executor.submit(begin)
-            evaluation = _evaluation(step, held_out, executor)
+            evaluation = _evaluation(step, held_out, corpora.checksums, executor)
             validates = config.train.eval_every or evaluates_first(config, candidates.expected)
             has_sets = any(loader.batches for loader in held_out.values())
             others = [evaluation.start_compiling()] if validates and has_sets else []
@@ -429,11 +429,12 @@ def evaluates_first(config: ResolvedConfig, start: StartPoint) -> bool:
 def _evaluation(
     step: Step,
     held_out: Mapping[str, Loader[HeldOutBatches]],
+    sources: Collection[str],
     executor: concurrent.futures.Executor,
 ) -> Evaluation:
     params = step.abstract_state().trained
     sets = {name: loader.iterate for name, loader in held_out.items()}
-    return Evaluation(step.evaluate, params, step.abstract_batch, sets, sets, executor)
+    return Evaluation(step.evaluate, params, step.abstract_batch, sets, sources, executor)
 
 
 def _done(state: TrainState) -> concurrent.futures.Future[TrainState]:
