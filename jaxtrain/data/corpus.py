@@ -3,8 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +19,7 @@ from jaxtrain.run import files
 
 CHUNK = 4 << 20  # tokens examined at a time
 BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,9 +83,11 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     """
     if not isinstance(corpus.tokenizer, ByteTokenizer) or len(corpus.train) < 2:
         return None
-    path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.json"
-    with contextlib.suppress(OSError, ValueError):  # not there yet
-        return float(files.read_json(path))
+    path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.txt"
+    return stored(path, lambda: _entropy_of_pairs(corpus))
+
+
+def _entropy_of_pairs(corpus: Corpus) -> float:
     n, pairs = corpus.tokenizer.vocab_size, len(corpus.train) - 1
     blocks = -(-pairs // CHUNK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, BIGRAMS // CHUNK)).astype(np.int64))
@@ -95,8 +101,19 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     table = counts.reshape(n, n)
     before = np.broadcast_to(table.sum(1, keepdims=True), table.shape)
     seen = table > 0
-    nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
-    # without permission to write into the cache, the next run computes it anew
+    return float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
+
+
+def stored(path: pathlib.Path, compute: Callable[[], T]) -> T:
+    """The result of `compute`, a JSON value, which a file in a corpus's folder has. It is computed
+    again if that is missing or damaged, or cannot be written."""
+    digest = lambda text: hashlib.sha256(text.encode()).hexdigest()
+    with contextlib.suppress(OSError, ValueError):
+        checksum, _, text = path.read_text().partition("\n")
+        if digest(text) == checksum:
+            return json.loads(text)
+    value = compute()
+    text = json.dumps(value)
     with contextlib.suppress(OSError):
-        files.replace_text(path, json.dumps(nats))
-    return nats
+        files.replace_text(path, f"{digest(text)}\n{text}")
+    return value

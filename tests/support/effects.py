@@ -21,8 +21,8 @@ from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.phases import rate_lines, spans
 from jaxtrain.config.rules.checks import Environment, first_violation
-from jaxtrain.data.loader import Loader
-from jaxtrain.data.preparing.prepare import prepare
+from jaxtrain.data.corpora import prepare_all
+from jaxtrain.data.loader import make_loaders
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.pipeline.setup import make_setup
@@ -233,14 +233,15 @@ def _program(resolved: Config) -> str:
 
 def _batches(config: Config) -> tuple[bytes, ...]:
     """The content of two batches, and of those that are evaluated."""
-    corpus = prepare(config.data, config.model.vocab_size, progress=False)
+    corpora = prepare_all(config.data, config.model.vocab_size, progress=False)
     one = NamedSharding(make_mesh((1,) * 6, jax.devices()[:1]), BATCH_SPEC)
-    load = functools.partial(Loader, corpus, config.data, sharding=one)
-    with (
-        load(split="train") as train,
-        load(split="validation", batches=config.train.eval_batches) as held_out,
-    ):
-        batches = [train.batch(0), train.batch(1), *map(held_out.batch, range(held_out.batches))]
+    data, like = config.data, jax.ShapeDtypeStruct((1, 1, 1), np.int32, sharding=one)
+    train, held_out = make_loaders(corpora, data, spans(config), like, 1, config.train.eval_batches)
+    batches = [train.batch(0), train.batch(1)]
+    for loader in held_out.values():
+        batches += loader.iterate()
+    for loader in (train, *held_out.values()):
+        loader.close()
     return tuple(np.asarray(array).tobytes() for batch in batches for array in batch.values())
 
 
