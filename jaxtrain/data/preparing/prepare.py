@@ -218,8 +218,13 @@ class Preparation:
         with self._unchanged():
             if self._source.holds_tokens:
                 index_tokens(folder, self._data, self._source, self._tokenizer, self._progress)
-            else:
-                join(folder, self._encode(self._parts), self._data, self._tokenizer)
+                return
+            stored = self._encode(self._parts)
+            size = sum(one.array_bytes for one in stored)
+            with contextlib.closing(
+                ReadingProgress(self._name, size, self._progress, "joining")
+            ) as shown:
+                join(folder, stored, self._data, self._tokenizer, shown)
 
     def _encode(self, parts: Sequence[Part]) -> list[StoredPart]:
         """Encodes those of some parts that are missing."""
