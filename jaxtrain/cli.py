@@ -25,6 +25,7 @@ from jaxtrain.config.errors import PLACEHOLDER, UsageError, unfilled
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.rules import checks
+from jaxtrain.data import hub
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import has_devices, start_jax
@@ -133,7 +134,8 @@ def parse(
             check(namespace, config)  # also beside an error that no flag mends
         if refused:
             raise refused
-        return config, namespace
+        # last, because it may ask the hub
+        return hub.with_commits(config, namespace.workdir), namespace
 
     return parse_unchecked(argv, description, (*SHARED_FLAGS, *extra_flags), complete, recipe)
 

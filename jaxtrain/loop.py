@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
 
@@ -153,8 +152,9 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 # Not before: one thread traces at a time, and the step takes longest to compile.
                 initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, executor)
-            validates = config.train.eval_every and any(one.batches for one in held_out.values())
-            others = [evaluation.start_compiling()] if validates else []
+            validates = config.train.eval_every or evaluates_first(config, candidates.expected)
+            has_sets = any(loader.batches for loader in held_out.values())
+            others = [evaluation.start_compiling()] if validates and has_sets else []
             cluster.log(*introduction(config, step), *corpora.describe())
             programs = when_compiled(step, clock, compiling, others)
             cluster.log(*batches.content.remarks())
@@ -211,6 +211,7 @@ class Trainer:
         self.clock, self.watchdog = clock, context.watchdog
         self.steps = config.train.steps
         self.intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
+        self.evaluates_first = evaluates_first(config, start)
         self.feed = Feed(ready.batches, start.meta.position, self.steps - self.at)
 
         # --- what people see ---
@@ -268,6 +269,8 @@ class Trainer:
     def train(self) -> None:
         """Trains until `train.steps`, or until a request to stop."""
         self.clock.enter(Phase.STEPPING)
+        if self.evaluates_first:
+            self.validate()
         while self.at < self.steps and not self.asked.stop:
             begin = self.at
             self.profile.before(begin)
@@ -346,8 +349,9 @@ class Trainer:
         if self.detector.fault or (self.asked.stop and self.at < self.steps):
             return
         with self.clock.phase(Phase.EVALUATING):
-            self.validation_loss = self.evaluation.loss(self.state.trained)
-        self.reporter.validation(self.at, self.validation_loss)
+            losses = self.evaluation.losses(self.state.trained)
+        self.validation_loss = losses.mean
+        self.reporter.validation(self.at, losses)
         self.checkpoints.persistent.evaluated(self.at, self.validation_loss)
 
     def roll_back(self) -> None:
@@ -392,14 +396,23 @@ class Trainer:
                 closing.callback(each.close)
 
 
+def evaluates_first(config: ResolvedConfig, start: StartPoint) -> bool:
+    """True if a run that starts here is evaluated before its first step: what it starts from has
+    learned something, or there are sets whose losses are followed."""
+    is_imported = bool(config.train.init_from) or start.resumes
+    return start.step == 0 and (
+        is_imported or bool(config.train.eval_every and config.data.validation)
+    )
+
+
 def _evaluation(
     step: Step,
     held_out: Mapping[str, Loader[HeldOutBatches]],
     executor: concurrent.futures.Executor,
 ) -> Evaluation:
     params = step.abstract_state().trained
-    batches = lambda: itertools.chain(*(loader.iterate() for loader in held_out.values()))
-    return Evaluation(step.evaluate, params, step.abstract_batch, batches, executor)
+    sets = {name: loader.iterate for name, loader in held_out.items()}
+    return Evaluation(step.evaluate, params, step.abstract_batch, sets, sets, executor)
 
 
 def _together(status: ExitStatus) -> ExitStatus:

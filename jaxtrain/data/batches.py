@@ -47,7 +47,7 @@ class Draw(NamedTuple):
 
     def record(self) -> ReadSequence:
         """What the row log says of it."""
-        ranges = self.sequences.in_corpus(self.sequences.ranges(self.number))
+        ranges = self.sequences.ranges(self.number)
         return ReadSequence(self.source, self.ordinal, self.epoch, self.number, ranges)
 
 
@@ -98,7 +98,7 @@ class TrainingBatches:
             if source.name:
                 few = f"{source.setting}: its train split has {len(corpus.train):,} tokens"
             length, share = span.sequence_length, span.weights[k] / sum(span.weights)
-            if sequences.repeated:
+            if sequences.packing.repeated:
                 lines.append(
                     f"{few}, and data.sequence_length={length} takes {length + 1}: its documents "
                     "repeat within a sequence"
@@ -197,7 +197,7 @@ class HeldOutBatches:
     """The batches of a validation set, which is read once, in the order of its corpus. Nothing is
     in the last batch after its end.
 
-    data: sequence_length, batch_size and attend_across_documents are used
+    data: sequence_length, batch_size, attend_across_documents and packing are used
     most: the largest number of batches; None: the entire set. Their sequences are spread evenly
         over it, because its first ones may all be of one document
     """
@@ -210,6 +210,7 @@ class HeldOutBatches:
             data.sequence_length,
             data.attend_across_documents,
             padded=True,
+            packing=data.packing,
         )
         available = -(-len(self._sequences) // data.batch_size)
         self.batches = available if most is None else min(most, available)
@@ -252,8 +253,10 @@ def _order(source: MixtureSource, corpus: Corpus) -> Order:
             "--config.data.validation_fraction=0.0"
         )
 
-    def cut(length: int, inputs: Stream | None) -> Sequences:
-        return Sequences(corpus, corpus.train, length, data.attend_across_documents, inputs=inputs)
+    def cut(length: int, stream: Stream | None) -> Sequences:
+        across, packing = data.attend_across_documents, data.packing
+        stream = corpus.train if stream is None else stream
+        return Sequences(corpus, stream, length, across, packing=packing)
 
     return Order(cut, data.seed, source.name)
 

@@ -3,26 +3,31 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
 from jaxtrain.data.reading.bad_records import Skipped
+from jaxtrain.data.reading.joined import Joined, check_whole
 from jaxtrain.data.split import Stream, split
-from jaxtrain.data.tokenizer import ByteTokenizer, DataError, Tokenizer
+from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.run import files
 
 CHUNK = 4 << 20  # tokens examined at a time
 BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
     """A prepared corpus; its arrays are memory-mapped.
 
-    tokens: [tokens] uint16 or uint32, or the integer type of the source's token file.
+    tokens: [tokens] uint16 or uint32, or the integer type of the source's token files, several of
+      which are Joined: it is read by slices.
     documents: [documents + 1] int64, the place of each document, then the number of tokens.
     mask: [tokens] uint8, 1 where a token counts in the loss, or None if all count.
     checksum: sha256 over tokens, documents, mask and the end-of-document id, as hexadecimal.
@@ -30,7 +35,7 @@ class Corpus:
     prepared: the time of its preparation, in seconds since the epoch.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | Joined
     documents: np.ndarray
     mask: np.ndarray | None
     checksum: str
@@ -63,16 +68,9 @@ class Corpus:
         )
 
     def check_whole(self) -> None:
-        """Raises DataError if a mapped file was cut short since it was opened. Reading the missing
-        part of the map would kill the process without a message."""
+        """Raises FileError if a mapped file was cut short since it was opened."""
         for array in (self.tokens, self.mask):
-            if isinstance(array, np.memmap):
-                file: Any = array.base
-                if file.size() < array.offset + array.nbytes:
-                    raise DataError(
-                        f"{array.filename}: the file was cut short while it was in use, and "
-                        f"{file.size():,} bytes are left: put it back as it was, and start again"
-                    )
+            check_whole(array)
 
 
 def bigram_entropy(corpus: Corpus) -> float | None:
@@ -85,9 +83,11 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     """
     if not isinstance(corpus.tokenizer, ByteTokenizer) or len(corpus.train) < 2:
         return None
-    path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.json"
-    with contextlib.suppress(OSError, ValueError):  # not there yet
-        return float(files.read_json(path))
+    path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.txt"
+    return stored(path, lambda: _entropy_of_pairs(corpus))
+
+
+def _entropy_of_pairs(corpus: Corpus) -> float:
     n, pairs = corpus.tokenizer.vocab_size, len(corpus.train) - 1
     blocks = -(-pairs // CHUNK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, BIGRAMS // CHUNK)).astype(np.int64))
@@ -101,8 +101,19 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     table = counts.reshape(n, n)
     before = np.broadcast_to(table.sum(1, keepdims=True), table.shape)
     seen = table > 0
-    nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
-    # without permission to write into the cache, the next run computes it anew
+    return float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
+
+
+def stored(path: pathlib.Path, compute: Callable[[], T]) -> T:
+    """The result of `compute`, a JSON value, which a file in a corpus's folder has. It is computed
+    again if that is missing or damaged, or cannot be written."""
+    digest = lambda text: hashlib.sha256(text.encode()).hexdigest()
+    with contextlib.suppress(OSError, ValueError):
+        checksum, _, text = path.read_text().partition("\n")
+        if digest(text) == checksum:
+            return json.loads(text)
+    value = compute()
+    text = json.dumps(value)
     with contextlib.suppress(OSError):
-        files.replace_text(path, json.dumps(nats))
-    return nats
+        files.replace_text(path, f"{digest(text)}\n{text}")
+    return value

@@ -8,7 +8,7 @@ groups, WINDOW consecutive ones in that order are a window, and the sequences of
 permuted. So a sequence is near many others that are read at about the same time, which is what a
 store needs; few groups are one window, in which all sequences are permuted.
 
-A change of the sequence length begins a new leg: the inputs that are left of the epoch are cut
+A change of the sequence length begins a new leg: what is left of the epoch is a stream that is cut
 anew, and the epochs after it are those of the entire stream.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from jaxtrain.data.document_packing import Sequences
-from jaxtrain.data.split import Stream, mix
+from jaxtrain.data.split import Stream, make_stream, mix
 
 WINDOW = 64  # groups
 
@@ -38,12 +38,13 @@ class Window(NamedTuple):
     """Sequences of an epoch that are read one after the other, permuted.
 
     place: of its first sequence in the epoch; seed: of the permutation
-    firsts: [groups] the first sequence of each group, ascending; offsets: [groups + 1] the place of
-        each group's sequences in the window, then their number
+    groups: ascending; firsts: [groups] the first sequence of each; offsets: [groups + 1] the place
+        of each group's sequences in the window, then their number
     """
 
     place: int
     seed: int
+    groups: np.ndarray
     firsts: np.ndarray
     offsets: np.ndarray
 
@@ -60,8 +61,7 @@ class EpochOrder:
 
     def __init__(self, sequences: Sequences, seed: int):
         self.sequences, self._seed = sequences, seed
-        self._sizes = sequences.group_sizes()
-        self._firsts = np.cumsum(self._sizes) - self._sizes
+        self._firsts, self._sizes = sequences.packing.firsts, np.diff(sequences.packing.firsts)
         # a new permutation takes long with many groups, and a batch has sequences of two at most
         self._windows = functools.lru_cache(2)(self._windows_of)
 
@@ -74,7 +74,7 @@ class EpochOrder:
         seed = (self._seed + epoch) % 2**32
         if number:
             seed = int(mix(np.array([seed + (number << 32)], np.uint64))[0]) % 2**32
-        return Window(int(places[number]), seed, self._firsts[inside], offsets)
+        return Window(int(places[number]), seed, inside, self._firsts[inside], offsets)
 
     def sequence(self, epoch: int, place: int) -> int:
         """The sequence at a place of an epoch."""
@@ -82,20 +82,22 @@ class EpochOrder:
         return window.sequence(place - window.place)
 
     def unread(self, epoch: int, place: int) -> Stream:
-        """The inputs of the sequences from a place of an epoch on, and those that are in none."""
-        count = len(self.sequences)
-        read = np.zeros(0, np.int64)
-        ends = np.zeros(0, np.int64)
-        if place:
-            groups, places = self._windows(epoch)
-            window = self.window(epoch, place - 1)
-            done = groups[: WINDOW * int(np.searchsorted(places, window.place))]
-            sequences = np.array([window.sequence(i) for i in range(place - window.place)])
-            read = np.sort(np.append(self._firsts[done], sequences))
-            ends = np.sort(np.append(self._firsts[done] + self._sizes[done], sequences + 1))
-        firsts, lasts = np.append(0, ends), np.append(read, count)
-        runs = np.stack([firsts, lasts], 1)[(firsts < lasts) | (lasts == count)]
-        return self.sequences.inputs_of(runs.tolist())
+        """The tokens of the sequences from a place of an epoch on, and of none."""
+        packing, stream = self.sequences.packing, self.sequences.stream
+        groups, places = self._windows(epoch)
+        window = self.window(epoch, place)
+        later = groups[WINDOW * int(np.searchsorted(places, place, "right")) :]
+        ranges = [packing.group_range(group) for group in later.tolist()]
+        for i in range(place - window.place, int(window.offsets[-1])):
+            ranges += packing.ranges(window.sequence(i))
+        packed = packing.group_range(len(groups) - 1)[1]
+        if packed < len(stream):
+            ranges.append((packed - 1, len(stream)))
+        starts, ends = np.array(sorted(ranges)).T
+        # Neighbouring ranges have a token in common, the last target of one.
+        apart = np.append(starts[1:] > np.maximum.accumulate(ends)[:-1], True)
+        merged = zip(starts[np.append(True, apart[:-1])], ends[apart], strict=True)
+        return make_stream(*np.array(stream.in_corpus(merged)).T)
 
     def _windows_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The groups in the order of an epoch, and the place of each window's first sequence."""
@@ -127,7 +129,7 @@ class Leg(NamedTuple):
 class Order:
     """The order of a source.
 
-    make: (sequence length, inputs) → the sequences of these inputs; None: of the entire stream
+    make: (sequence length, stream) → its sequences; None: those of the entire stream
     seed: `data.seed`; name: the source's, which has an order of its own
     """
 
@@ -156,10 +158,10 @@ class Order:
             epoch, place = leg.place(ordinal)
             self._legs = [each for each in self._legs if each.first < ordinal]
             if place or leg.done:
-                inputs = leg.order.unread(epoch, place)
-                rest = EpochOrder(self._make(length, inputs), self._seed)
-                done = 1 - len(inputs) / len(whole.sequences.inputs)
-                if len(rest.sequences):
+                unread = leg.order.unread(epoch, place)
+                rest = EpochOrder(self._make(length, unread), self._seed)
+                done = 1 - len(unread) / len(whole.sequences.stream)
+                if not rest.sequences.packing.repeated:
                     self._legs.append(Leg(ordinal, epoch, done, rest))
                     ordinal += len(rest.sequences)
                 epoch += 1
@@ -172,15 +174,15 @@ class Order:
         return Place(epoch, leg.order.sequences, leg.order.sequence(epoch, place))
 
     def window(self, ordinal: int) -> tuple[list[tuple[int, int]], int]:
-        """The ranges of the corpus with the inputs of the window in which an ordinal is, ascending,
+        """The ranges of the corpus with the tokens of the window in which an ordinal is, ascending,
         and the first ordinal of the next window: what can be read ahead."""
         leg = self._leg(ordinal)
         epoch, place = leg.place(ordinal)
         window, sequences = leg.order.window(epoch, place), leg.order.sequences
-        runs = np.stack([window.firsts, window.firsts + np.diff(window.offsets)], 1)
-        inputs = sequences.inputs_of(runs.tolist())
-        ranges = sequences.in_corpus(inputs.ranges(0, len(inputs)))
-        return ranges, ordinal - place + window.place + int(window.offsets[-1])
+        groups = map(sequences.packing.group_range, window.groups.tolist())
+        return sequences.stream.in_corpus(groups), ordinal - place + window.place + int(
+            window.offsets[-1]
+        )
 
     def count_of(self, epochs: float) -> int:
         """The number of ordinals in a number of epochs."""

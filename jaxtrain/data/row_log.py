@@ -8,8 +8,10 @@ rows/PROCESS.jsonl in a run's folder, if `metrics.rows` is set.
 Each process writes a line when its loop takes a batch, with the sequences that its own devices
 hold: their numbers ("rows") among those of the source's training split, in their epoch; their
 sources; the numbers of sequences of the source before them ("ordinals"); and the ranges of the
-source's corpus with their inputs. `check_rows` proves from the files alone that no sequence and no
-token was repeated or passed over, whatever the numbers of processes were. No jax.
+source's corpus that they read. These have a token more than the inputs, the last target. The first
+token of a range is an input alone, so an epoch has every token once, but for the first tokens of
+documents. `check_rows` proves from the files alone that no sequence and no token was repeated or
+passed over, whatever the numbers of processes were. No jax.
 """
 
 import itertools
@@ -39,8 +41,8 @@ class ReadSequence(NamedTuple):
 
 
 class SourceRows(NamedTuple):
-    """What a run has read of a source: the numbers of sequences and of their inputs, and of the
-    epochs in which they are."""
+    """What a run has read of a source: the numbers of sequences, of tokens that were
+    predicted, and of the epochs in which they are."""
 
     sequences: int
     tokens: int
@@ -123,29 +125,28 @@ def check_rows(workdir: str | os.PathLike) -> dict[str, SourceRows]:
 def _source_rows(sequences: list[ReadSequence]) -> SourceRows:
     """What was read of a source. Raises ValueError for a token that an epoch has twice or lacks."""
     source, first, last = sequences[0].source, sequences[0], sequences[-1].epoch
-    tokens: dict[int, int] = {}
-    longest: dict[int, int] = {}  # sequence of an epoch
+    everything, tokens = _predicted(sequences), 0
     for epoch, some in itertools.groupby(sequences, lambda one: one.epoch):
         alike = [*some]
-        lengths = [sum(high - low for low, high in one.ranges) for one in alike]
-        tokens[epoch], longest[epoch] = sum(lengths), max(lengths)
-        if _covered(alike) < tokens[epoch]:
+        # A corpus that is shorter than a sequence is repeated in it.
+        read = [_predicted([one]) for one in alike]
+        of_epoch, tokens = _predicted(alike), tokens + sum(read)
+        if of_epoch < sum(read):
             raise ValueError(f"epoch {epoch} of source {source!r} has a token twice")
-    everything = _covered(sequences)
-    for epoch in tokens:
+        longest = max(sum(high - low for low, high in one.ranges) for one in alike)
         is_whole = epoch < last and (epoch > first.epoch or not first.ordinal)
-        if is_whole and everything - tokens[epoch] >= longest[epoch]:
+        if is_whole and everything - of_epoch >= longest:
             raise ValueError(
-                f"epoch {epoch} of source {source!r} lacks {everything - tokens[epoch]} tokens"
+                f"epoch {epoch} of source {source!r} lacks {everything - of_epoch} tokens"
             )
-    return SourceRows(len(sequences), sum(tokens.values()), len(tokens))
+    return SourceRows(len(sequences), tokens, last - first.epoch + 1)
 
 
-def _covered(sequences: list[ReadSequence]) -> int:
-    """The number of a corpus's tokens that some sequences have."""
-    ranges = np.array(sorted(each for one in sequences for each in one.ranges))
+def _predicted(sequences: list[ReadSequence]) -> int:
+    """The number of a corpus's tokens that are read after another one in some sequences."""
+    ranges = np.array(sorted(each for one in sequences for each in one.ranges)).reshape(-1, 2)
     reached = np.append(0, np.maximum.accumulate(ranges[:, 1]))
-    return int(np.maximum(0, reached[1:] - np.maximum(ranges[:, 0], reached[:-1])).sum())
+    return int(np.maximum(0, reached[1:] - np.maximum(ranges[:, 0] + 1, reached[:-1])).sum())
 
 
 def _merged(

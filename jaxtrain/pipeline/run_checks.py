@@ -22,7 +22,9 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.mesh_rules import on_mesh
+from jaxtrain.config.rules.mixture_rules import of_corpora
 from jaxtrain.config.rules.rules import SettingsRule, Violation, values_for
+from jaxtrain.data import hub
 from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.step.planned_op_times import HardwareError, load, model_of
@@ -67,23 +69,27 @@ def default_corpus_notes(config: Config) -> list[str]:
     ] * bool(flags)
 
 
-def _source_exists(data: DataConfig) -> Iterator[Violation]:
+def _corpora_exist(data: DataConfig) -> Iterator[Violation]:
+    return of_corpora(_files_exist, data)
+
+
+def _files_exist(data: DataConfig) -> Iterator[Violation]:
+    """The rules of the files that a corpus is made of."""
     try:
         sources.check(data.source)
     except ConfigError as error:
         yield Violation(error.field, error.rule, error.fixes)
-
-
-def _tokenizer_exists(data: DataConfig) -> Iterator[Violation]:
     path, value = "data.tokenizer", data.tokenizer
     file = pathlib.Path(os.path.expanduser(value))
     # "none" (the corpus has tokens) and "bytes" are no paths
     if value in ("none", "bytes") or os.path.isfile(file):
         return
-    rule = "is neither 'bytes' nor an existing path"
+    similar, rule = sources.similar_files(file), "is neither 'bytes' nor an existing path"
     if value and os.path.exists(file):
         rule = "is not a regular file"
-    yield Violation(path, rule, values_for(path, sources.similar_files(file)))
+    elif not similar and hub.repository(path, value):
+        return  # the hub is asked when all else is right
+    yield Violation(path, rule, values_for(path, similar))
 
 
 def _schedule_exists(pipeline: PipelineConfig) -> Iterator[Violation]:
@@ -140,8 +146,7 @@ def tables_can_be_made(config: FilledConfig) -> Iterator[Violation]:
 
 
 RULES: tuple[SettingsRule, ...] = (
-    _source_exists,
-    _tokenizer_exists,
+    _corpora_exist,
     _schedule_exists,
     _hardware_is_known,
     _own_layers_work,

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.config import sources
 from jaxtrain.data.preparing import parts as parts_module, prepare as tokens
-from jaxtrain.data.preparing.parts import parts_of
+from jaxtrain.data.preparing.parts import divide
 from jaxtrain.data.preparing.prepare import prepare, prepare_shard
 from jaxtrain.data.reading import documents, extents
 from jaxtrain.data.reading.bad_records import Skipped
@@ -68,7 +68,7 @@ def in_shards(config, count):
 
 def test_parts_depend_on_the_files_alone(mixed, small_parts):
     source = sources.find(str(mixed))
-    divided = parts_of(source)
+    divided = divide(source)
     assert len(divided) > 12 and [part.number for part in divided] == [*range(len(divided))]
     assert all(part.size <= 1300 or len(part.source.files) == 1 for part in divided)
     assert abs(sum(part.size for part in divided) - sum(file.size for file in source.files)) < 20

@@ -1,6 +1,6 @@
 """The parts of a source, each of which is encoded into a folder of its own.
 
-    source ── parts_of ──► part 0, part 1, …      each of about PART bytes of files
+    source ── divide ──► part 0, part 1, …      each of about PART bytes of files
            ── encode_part ──► <work>/part-00000, …     complete or absent
            ── join.py ──► the prepared corpus
 
@@ -67,7 +67,7 @@ class StoredPart:
     info: dict[str, Any]
 
 
-def parts_of(source: Source) -> list[Part]:
+def divide(source: Source) -> list[Part]:
     """The parts of a source of text or records, in the order of the corpus. Reads the places where
     large files may be divided. Raises OSError for a file that has gone."""
     parts: list[Part] = []
