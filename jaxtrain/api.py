@@ -138,7 +138,8 @@ def make_step(
     argv, given = _command_line(recipe, changes, cpu_devices=cpu_devices)
     with cli.run_errors():
         config, namespace = train_command.parse(argv, given)
-        for path, without in (("train.diloco_inner_steps", 0), ("parallel.offload_directory", "")):
+        alone = ("train.diloco_inner_steps", 0), ("parallel.offload_directory", "")
+        for path, without in (*alone, ("train.phases", ())):
             if (value := get(config, path)) != without:
                 raise ConfigError(path, value, "is for train alone", fixes=[{path: without}])
         startup.start_jax(namespace, config)

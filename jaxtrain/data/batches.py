@@ -211,20 +211,20 @@ class HeldOutBatches:
     """The batches of a validation set, which is read once, in the order of its corpus. Nothing is
     in the last batch after its end.
 
-    data: sequence_length, batch_size, attend_across_documents and packing are used
+    data: of the run: sequence_length, batch_size and attend_across_documents are used
     most: the largest number of batches; None: the entire set. Their sequences are spread evenly
         over it, because its first ones may all be of one document
     """
 
     def __init__(self, name: str, held_out: ValidationSet, data: Any, most: int | None = None):
-        self._name, self._corpus, self._stream = name, held_out.corpus, held_out.stream
+        self._name, self._corpus = name, held_out.corpus
         self._sequences = Sequences(
             held_out.corpus,
             held_out.stream,
             data.sequence_length,
             data.attend_across_documents,
             padded=True,
-            packing=data.packing,
+            packing=held_out.source.data.packing,
         )
         available = -(-len(self._sequences) // data.batch_size)
         self.batches = available if most is None else min(most, available)
@@ -249,7 +249,8 @@ class HeldOutBatches:
 
     def remarks(self) -> list[str]:
         """A line of text about a set without tokens."""
-        few = f"corpus: the validation split has {len(self._stream):,} tokens"
+        whose = f"validation set {self._name}" if self._name else "corpus: the validation split"
+        few = f"{whose} has {len(self._sequences.stream):,} tokens"
         return [] if len(self._sequences) else [f"{few}: there is nothing to evaluate on"]
 
     def check_whole(self) -> None:

@@ -44,7 +44,7 @@ def prepare_corpora(data: DataConfig, vocab_size: int, train: TrainConfig) -> Co
     cluster.agree(
         {
             f"{source.name or 'corpus'}": f"{corpus.checksum[:12]}{cluster.PLACE}{corpus.source}"
-            for source, corpus in corpora.pairs()
+            for source, corpus in (*corpora.pairs(), *(each[:2] for each in corpora.named_sets))
         }
     )
     if train.sample_tokens:
