@@ -37,18 +37,28 @@ def items_are_known(data: DataConfig) -> Iterator[Violation]:
             yield Violation(path, "names a setting twice", [{path: tuple(by_name.values())}])
         for item in items:
             name = re.split("[.=]", item)[0]
-            without = tuple(each for each in items if re.split("[.=]", each)[0] != name)
             if fault := _fault(item, path):
                 fixed = (fault.meant if each == item else each for each in items)
-                fixes = [{path: tuple(filter(None, fixed))}, {path: without}]
+                fixes = [{path: tuple(filter(None, fixed))}, {path: _without(items, name)}]
                 yield Violation(path, f"has {shown(item)}, {fault.rule}", fixes)
             elif name not in by_name:
-                yield Violation(path, f"has no path of {name}, {name}=PATH", [{path: without}])
+                fixes = [{path: _without(items, name)}]
+                yield Violation(path, f"has no path of {name}, {name}=PATH", fixes)
             elif path == SETS and any(source.name == name for source in mixture_of(data)):
                 rule = f"has {name}, the name of a source, and of the part that it holds out"
-                yield Violation(path, rule, [{path: without}])
+                yield Violation(path, rule, [{path: _without(items, name)}])
     if not any(source.weight for source in mixture_of(data)):
         yield Violation(SOURCES, "has no source with a weight above 0", [{SOURCES: ()}])
+
+
+def notes(data: DataConfig) -> list[str]:
+    """Lines about settings of sources that have no use."""
+    return [
+        f"{SOURCES}: {source.name}.exhausted={source.exhausted} has no use with its epochs=0, "
+        "without end"
+        for source in mixture_of(data)
+        if source.exhausted != "stop" and not source.epochs
+    ]
 
 
 def of_corpora(
@@ -83,6 +93,11 @@ class _Fault(NamedTuple):
 
     rule: str
     meant: str = ""
+
+
+def _without(items: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """The items without those of a source or set."""
+    return tuple(item for item in items if re.split("[.=]", item)[0] != name)
 
 
 def _fault(item: str, path: str) -> _Fault | None:
