@@ -54,7 +54,7 @@ def load(corpus, data, split, sharding, microbatches=1, batches=None, **options)
         span = Span("", 0, 10**6, data.batch_size, data.sequence_length, (1.0,), 0, 0)
         content = TrainingBatches(Corpora((MixtureSource("", data),), (corpus,)), [span])
     else:
-        held_out = ValidationSet(corpus, corpus.validation)
+        held_out = ValidationSet(MixtureSource("", data), corpus, corpus.validation)
         content = HeldOutBatches("", held_out, data, batches)
     return Loader(content, sharding, microbatches, prefetch=data.prefetch, **options)
 
@@ -318,7 +318,8 @@ from jaxtrain.data.preparing import prepare as tokens
 data = types.SimpleNamespace(
     source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0,
     attend_across_documents=True, prefetch=2, loss_mask=("q",), text_fields=("q", "text"),
-    validation_fraction=0.1, bad_records="stop", token_dtype="uint16", cache=cache,
+    validation_fraction=0.1, bad_records="stop", token_dtype="uint16", cache=cache, filter="",
+    duplicates="keep",
 )
 corpus = tokens.prepare(data, 257, progress=False)
 read, seen = document_packing.Sequences.__getitem__, []

@@ -37,6 +37,8 @@ ROWS = 256  # rows of a Parquet or Arrow file that are turned into records at a 
 ARROW_FILE = b"ARROW1"  # at both ends of an Arrow file with a footer
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of an Arrow stream
 MISSING = object()
+# what reading a damaged file raises, beside pyarrow's own errors
+UNREADABLE = (OSError, MemoryError, OverflowError, UnicodeDecodeError)
 
 # (whether their tokens count in the loss, names of fields)
 Runs = list[tuple[bool, tuple[str, ...]]]
@@ -49,6 +51,7 @@ class TextPiece(NamedTuple):
     ends: True if the document ends here.
     size: bytes of the file that were read for it.
     goes_on: True if its text goes on in the next piece, with which it is encoded as one.
+    file: the number of its file among those of the source.
     """
 
     text: str
@@ -56,6 +59,7 @@ class TextPiece(NamedTuple):
     ends: bool
     size: int
     goes_on: bool = False
+    file: int = 0
 
 
 TextPieces = Iterator[TextPiece | BadRecord]
@@ -192,7 +196,7 @@ def _parquet_rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
     import pyarrow.parquet
 
     row = end = 0
-    errors = (pyarrow.ArrowException, OSError)
+    errors = (pyarrow.ArrowException, *UNREADABLE)
     try:
         # By default pyarrow reads the columns of a row group into memory entirely.
         with pyarrow.parquet.ParquetFile(
@@ -232,7 +236,8 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
         yield DamagedFile(file.path, what, "get the file again")
     try:
         with Reader(file.path) as stream:
-            if stream.peek(len(ARROW_FILE)).startswith(ARROW_FILE):
+            has_footer = stream.peek(len(ARROW_FILE)).startswith(ARROW_FILE)
+            if has_footer:
                 stream.read(len(ARROW_FILE) + 2)  # two zeros follow
             reader = pyarrow.ipc.open_stream(stream)
             batches: Iterator[Any] = iter(reader)
@@ -245,7 +250,9 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
                         where = f"{file.path}: row {row}"
                         yield from _row(record, runs, where, "Arrow", stream.taken())
                 batch = next(batches, None)
-    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError) as error:
+            if not has_footer and stream.read(1):
+                yield DamagedFile(f"{file.path}: row {row + 1}", "bytes follow the stream's end")
+    except (pyarrow.ArrowException, *UNREADABLE) as error:
         raise _unreadable(f"{file.path}: row {row + 1}", "Arrow", error) from error
 
 
