@@ -6,8 +6,8 @@ texts of a JSONL file, and `prepare` makes a corpus of the file, in turn.
 The texts are Python's installed sources, and the tokenizer is a byte-level BPE that is trained on a
 part of them. The library gets lists of 100, 1,000 or all texts from memory, and its fastest way
 counts; its ids are not read. `prepare` starts with an empty cache: it reads the file twice, parses
-JSON, encodes, writes, and computes checksums. Each is a process of its own. Seconds are those of the
-wall; CPU-seconds, which others on the machine change less, are beside them.
+JSON, encodes, writes, and computes checksums. Each is a process of its own. CPU-seconds, which
+others on the machine change less than wall time, are beside the speeds.
 """
 
 import json
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
