@@ -79,13 +79,13 @@ HELP = (
 
 
 class File(NamedTuple):
-    """A file of a source. format: a key of FORMATS; size: bytes; modified: nanoseconds since the
-    epoch."""
+    """A file of a source. path: an address if it lies in a store; format: a key of FORMATS; size:
+    bytes; modified: nanoseconds since the epoch, or in a store the version of its content."""
 
     path: str
     format: str
     size: int
-    modified: int
+    modified: int | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,8 @@ class Source:
     """The files of a `data.source`.
 
     name: the source as messages name it.
-    root: the file or folder that the user named; of a pattern, the folder above it.
+    root: the file or folder that the user named; of a pattern, the folder above it; of an address,
+      its text as a path.
     files: the files in the order of the corpus; empty only if there are unreadable ones.
     pattern: the parts of the pattern below the root; () for everything.
     unreadable: paths below a folder that are no regular files: pipes, sockets, devices, dangling
@@ -128,7 +129,7 @@ class Source:
     def lines(self) -> list[str]:
         """Lines of text that say what a folder or a pattern has brought: files by their endings,
         the names that were passed over, texts beside records, links to folders."""
-        if self.name == STDLIB or not self.root.is_dir():
+        if self.name == STDLIB or self.files[:1] and pathlib.Path(self.files[0].path) == self.root:
             return []
         lines = [
             f"data.source={self.name}: read {_amounts(ending(file.path) for file in self.files)}"
@@ -200,12 +201,38 @@ def find(name: str) -> Source:
     root, pattern = _place(name)
     if root.is_file():
         return Source(name, root, (_stat(str(root), format_of(name)),))
-    source = _list(name, root, pattern)
+    return _of_one_kind(_list(name, root, pattern))
+
+
+def find_among(
+    name: str, root: pathlib.Path, pattern: tuple[str, ...], files: Sequence[File]
+) -> Source:
+    """The source of those files of a store that lie below a root and match a pattern. Raises
+    ConfigError as `find`."""
+    if [pathlib.Path(file.path) for file in files] == [root]:
+        return Source(name, root, tuple(files))
+    parts = {file: pathlib.Path(file.path).relative_to(root).parts for file in files}
+    matches = sorted((f for f in files if _matches(parts[f], pattern)), key=parts.__getitem__)
+    passed_over = [file for file in matches if any(map(_is_hidden, parts[file]))]
+    source = Source(
+        name,
+        root,
+        tuple(file for file in matches if file not in passed_over),
+        pattern,
+        passed_over=tuple(file.path for file in passed_over),
+    )
+    if not source.files:
+        raise _no_files(source, [ending(file.path) for file in files if file not in matches], 0)
+    return _of_one_kind(source)
+
+
+def _of_one_kind(source: Source) -> Source:
+    """The source. Raises ConfigError if a token file is one of several files."""
     tokens = [file.path for file in source.files if holds_tokens(file.path)]
     if tokens:
         raise ConfigError(
             "data.source",
-            name,
+            source.name,
             f"holds token files ({source.listed(tokens)}), of which each is a corpus by itself: "
             "let their names begin with _ or ., or name one",
         )

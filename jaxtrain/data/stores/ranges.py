@@ -1,0 +1,210 @@
+"""Files of stores read in place, by ranges: as an array, through the cache of blocks, and as a
+stream that reads ahead."""
+
+import concurrent.futures
+import hashlib
+import io
+import json
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config.sources import File
+from jaxtrain.data.stores.blocks import BLOCK, BlockCache
+from jaxtrain.data.stores.filesystem import (
+    StoreError,
+    filesystem,
+    read_range,
+    version_of,
+    waited_out,
+)
+
+TOGETHER = 4  # blocks of a request at most
+AHEAD = 4 << 20  # bytes of a stream that are requested at a time
+CHECK_S = 10.0  # seconds after which a file's version is looked at again
+POLL_S = 0.002  # seconds between two looks for a block that another thread or process requests
+THREADS = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="jaxtrain-store")
+
+
+class StoreFile:
+    """A file of a store, of which blocks are cached.
+
+    Raises StoreError, from `read`, if the file has changed since it was listed.
+    """
+
+    def __init__(self, file: File, cache: BlockCache):
+        self.file, self._cache = file, cache
+        digest = hashlib.sha256(json.dumps(file).encode()).digest()
+        self._id = int.from_bytes(digest[:8], "little") | 1  # 0 is no file
+        self._lock, self._checked = threading.Lock(), time.monotonic()
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Bytes [begin, end), which must be in the file."""
+        blocks, parts = _blocks(begin, end), dict[int, bytes]()
+        while True:
+            for block in blocks:
+                if block not in parts:
+                    part = self._cache.read(self._id, block, *_inside(block, begin, end))
+                    parts |= {} if part is None else {block: part}
+            missing = [block for block in blocks if block not in parts]
+            if not missing:
+                return b"".join(parts[block] for block in blocks)
+            requests = self._request(missing)
+            for request in requests:
+                for block, content in request.result().items():
+                    parts[block] = content[slice(*_inside(block, begin, end))]
+            if not requests:  # another thread or process has claimed all of them
+                time.sleep(POLL_S)
+
+    def prefetch(self, begin: int, end: int) -> None:
+        """Requests the blocks of a range that are missing, and does not wait for them. What fails is
+        left to `read`."""
+        self._request(_blocks(begin, end)[: self._cache.slots // 2], is_needed=False)
+
+    def _request(
+        self, blocks: Sequence[int], is_needed: bool = True
+    ) -> list[Future[dict[int, bytes]]]:
+        """Requests for those of some ascending blocks that nobody has claimed, adjacent ones
+        together."""
+        claimed, requests = self._cache.claim(self._id, blocks), list[list[int]]()
+        for block in claimed:
+            if requests and requests[-1][-1] == block - 1 and len(requests[-1]) < TOGETHER:
+                requests[-1].append(block)
+            else:
+                requests.append([block])
+        return [THREADS.submit(self._fetch, together, is_needed) for together in requests]
+
+    def _fetch(self, blocks: Sequence[int], is_needed: bool) -> dict[int, bytes]:
+        """The content of adjacent blocks that this process has claimed."""
+        begin, end = blocks[0] * BLOCK, min((blocks[-1] + 1) * BLOCK, self.file.size)
+        try:
+            content = read_range(self.file.path, begin, end, is_needed)
+            self._check(len(content) == end - begin)
+        except BaseException:
+            self._cache.give_up(self._id, blocks)
+            raise
+        parts = {block: content[(block - blocks[0]) * BLOCK :][:BLOCK] for block in blocks}
+        for block, part in parts.items():
+            self._cache.store(self._id, block, part)
+        return parts
+
+    def _check(self, is_complete: bool) -> None:
+        """Raises StoreError if the file is another one than that which was listed."""
+        if is_complete and time.monotonic() - self._checked < CHECK_S:
+            return
+        address, store = self.file.path, filesystem(self.file.path)
+        info = waited_out(address, lambda: store.info(address))
+        if (info["size"], version_of(info)) != (self.file.size, self.file.modified):
+            raise StoreError(
+                f"{address} has changed since this run began: put it back as it was, and start "
+                "again"
+            )
+        self._checked = time.monotonic()
+
+
+class StoreArray:
+    """An array [n] in a file of a store, of which slices are read; it has the attributes of a
+    memory-mapped one.
+
+    Args:
+      file: has it, from byte `offset` to its end.
+    """
+
+    def __init__(self, file: StoreFile, dtype: np.dtype | str, offset: int = 0):
+        self._file, self._offset, self.dtype = file, offset, np.dtype(dtype)
+        self.itemsize = self.dtype.itemsize
+        self.nbytes = file.file.size - offset
+
+    def __len__(self) -> int:
+        return self.nbytes // self.itemsize
+
+    def __getitem__(self, index: slice | int) -> Any:
+        if isinstance(index, int):
+            place = range(len(self))[index]
+            return self[place : place + 1][0]
+        return np.frombuffer(self._file.read(*self._bytes(index)), self.dtype)
+
+    def prefetch(self, index: slice) -> None:
+        """Begins to read a slice ahead."""
+        self._file.prefetch(*self._bytes(index))
+
+    def check_whole(self) -> None:
+        """Nothing: a file that is cut short is noticed when it is read."""
+
+    def _bytes(self, index: slice) -> tuple[int, int]:
+        first, last, _ = index.indices(len(self))
+        begin = self._offset + first * self.itemsize
+        return begin, max(begin, self._offset + last * self.itemsize)
+
+
+class StoreStream(io.RawIOBase):
+    """The bytes of a file of a store, from any place on.
+
+    Args:
+      ahead: parts of AHEAD bytes that are requested before they are read; 0: each read is a request
+        of its own, of exactly its bytes.
+    """
+
+    def __init__(self, address: str, ahead: int = 0):
+        store = filesystem(address)
+        self.name, self._ahead = address, ahead
+        self.size = waited_out(address, lambda: store.info(address))["size"]
+        self._at, self._parts = 0, dict[int, Future[bytes]]()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self.size)
+        if end <= self._at:
+            return 0
+        if self._ahead:
+            content = self._read_ahead(end)
+        else:
+            content = read_range(self.name, self._at, end)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+    def _read_ahead(self, end: int) -> bytes:
+        """Bytes from this place to `end`, or to the end of a part before."""
+        number, offset = divmod(self._at, AHEAD)
+        last = min(number + self._ahead, (self.size - 1) // AHEAD)
+        self._parts = {
+            each: self._parts.get(each) or THREADS.submit(self._part, each)
+            for each in range(number, last + 1)
+        }
+        return self._parts[number].result()[offset : offset + end - self._at]
+
+    def _part(self, number: int) -> bytes:
+        return read_range(self.name, number * AHEAD, min((number + 1) * AHEAD, self.size))
+
+    def close(self) -> None:
+        for part in self._parts.values():
+            part.cancel()
+        super().close()
+
+
+def _blocks(begin: int, end: int) -> range:
+    """The numbers of the blocks that have bytes [begin, end) of a file."""
+    return range(begin // BLOCK, -(-end // BLOCK))
+
+
+def _inside(block: int, begin: int, end: int) -> tuple[int, int]:
+    """The places in a block of those of its bytes that are in [begin, end) of the file."""
+    return max(0, begin - block * BLOCK), min(BLOCK, end - block * BLOCK)
