@@ -147,8 +147,8 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 # Not before: one thread traces at a time, and the step takes longest to compile.
                 initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, executor)
-            validates = config.train.eval_every and held_out.batches
-            others = [evaluation.start_compiling()] if validates else []
+            validates = config.train.eval_every or evaluates_first(config, candidates.expected)
+            others = [evaluation.start_compiling()] if validates and held_out.batches else []
             cluster.log(*introduction(config, step), corpus.describe())
             programs = when_compiled(step, clock, compiling, others)
             cluster.log(*batches.remarks(), *held_out.remarks())
@@ -203,6 +203,7 @@ class Trainer:
         self.clock, self.watchdog = clock, context.watchdog
         self.steps = config.train.steps
         self.intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
+        self.evaluates_first = evaluates_first(config, start)
         self.feed = Feed(ready.batches, start.meta.position, self.steps - self.at)
 
         # --- what people see ---
@@ -259,6 +260,8 @@ class Trainer:
     def train(self) -> None:
         """Trains until `train.steps`, or until a request to stop."""
         self.clock.enter(Phase.STEPPING)
+        if self.evaluates_first:
+            self.validate()
         while self.at < self.steps and not self.asked.stop:
             begin = self.at
             self.profile.before(begin)
@@ -337,8 +340,9 @@ class Trainer:
         if self.detector.fault or (self.asked.stop and self.at < self.steps):
             return
         with self.clock.phase(Phase.EVALUATING):
-            self.validation_loss = self.evaluation.loss(self.state.trained)
-        self.reporter.validation(self.at, self.validation_loss)
+            losses = self.evaluation.losses(self.state.trained)
+        self.validation_loss = losses.mean
+        self.reporter.validation(self.at, losses)
         self.checkpoints.persistent.evaluated(self.at, self.validation_loss)
 
     def roll_back(self) -> None:
@@ -383,9 +387,19 @@ class Trainer:
                 closing.callback(each.close)
 
 
+def evaluates_first(config: ResolvedConfig, start: StartPoint) -> bool:
+    """True if a run that starts here is evaluated before its first step: what it starts from has
+    learned something, or there are sets whose losses are followed."""
+    is_imported = bool(config.train.init_from) or start.resumes
+    return start.step == 0 and (
+        is_imported or bool(config.train.eval_every and config.data.validation)
+    )
+
+
 def _evaluation(step: Step, held_out: Loader, executor: concurrent.futures.Executor) -> Evaluation:
     params = step.abstract_state().trained
-    return Evaluation(step.evaluate, params, held_out.specification(), held_out.iterate, executor)
+    sets = {"": held_out.iterate}
+    return Evaluation(step.evaluate, params, held_out.specification(), sets, sets, executor)
 
 
 def _together(status: ExitStatus) -> ExitStatus:

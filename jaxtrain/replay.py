@@ -23,12 +23,14 @@ from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import (
     CheckpointConfig,
     Config,
-    OptimizerConfig,
-    TrainConfig,
     UsageError,
+    fields,
     flags_of,
     from_dict,
+    get,
+    replace,
 )
+from jaxtrain.config.phases import rate_lines
 from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -48,6 +50,8 @@ FIGURES = {name: metric.title for name, metric in METRICS.items() if metric.repl
 # by precision.compute: the relative change of a figure that another order of sums can cause
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
 ROUNDING_FP8 = 1e-2  # the same with products of FP8, whatever the compute type
+# settings besides those of `optimizer` on which the learning rate depends
+DECIDE_RATE = ("train.steps", "train.phases")
 NEAREST = 3  # steps that are suggested besides the nearest
 
 
@@ -89,7 +93,7 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
     checkpoints = open_folder(run, before=at)
     values = cluster.from_main(lambda: _read(folder, checkpoints.directory, at), ReplayError)
     recorded = Recorded(**values | {"batches": dict(values["batches"])})
-    refuse_another_rate(config.optimizer, config.train, at, recorded.learning_rate, folder)
+    refuse_another_rate(config, at, recorded.learning_rate, folder)
     # The newest checkpoint before the step, so that as few steps as possible are repeated.
     chosen = checkpoints.choose()
     if not chosen.start.resumes:
@@ -204,31 +208,25 @@ def refuse_unknown_step(
 
 
 def refuse_another_rate(
-    optimizer: OptimizerConfig,
-    train: TrainConfig,
-    at: int,
-    recorded: float | None,
-    folder: pathlib.Path,
+    config: Config, at: int, recorded: float | None, folder: pathlib.Path
 ) -> None:
     """Raises ReplayError if step `at` was logged with another learning rate than these settings
     give. It suggests those of the run's last start if they give that rate. If updates may be
     skipped (train.on_nonfinite), a step's rate is not known beforehand."""
 
-    def same(optimizer: OptimizerConfig, steps: int) -> bool:
-        rate = learning_rate(optimizer, steps)(at - 1)
+    def same(config: Config) -> bool:
+        rate = learning_rate(config.optimizer, config.train.steps, rate_lines(config))(at - 1)
         return math.isclose(float(rate), recorded or 0.0, rel_tol=1e-5)
 
-    if recorded is None or train.on_nonfinite != "stop" or same(optimizer, train.steps):
+    if recorded is None or config.train.on_nonfinite != "stop" or same(config):
         return
-    use = "the settings with which the run did this step (train.steps and optimizer.*)"
+    use = "the settings with which the run did this step (train.steps, .phases and optimizer.*)"
     with contextlib.suppress(OSError, ValueError):  # also ConfigError
         ran = from_dict(read_json(folder / CONFIG_FILE, folder=folder))
-        if same(ran.optimizer, ran.train.steps):
-            trained = dataclasses.replace(train, steps=ran.train.steps)
-            use = flags_of(
-                Config(optimizer=ran.optimizer, train=trained),
-                Config(optimizer=optimizer, train=train),
-            )
+        decide = [path for path in fields() if path.startswith(("optimizer.", *DECIDE_RATE))]
+        as_ran = replace(config, {path: get(ran, path) for path in decide})
+        if same(as_ran):
+            use = flags_of(as_ran, config.as_read())
     raise ReplayError(
         f"--replay={at}: the learning rate of step {at} was {recorded:.6g}, which these "
         f"settings do not give: use {use}"

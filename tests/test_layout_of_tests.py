@@ -28,6 +28,7 @@ GROUPED = {
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
     "config/rules/field_rules.py": "config/test_groups.py",
+    "config/rules/phase_rules.py": "config/test_phases.py",
     **{
         f"config/rules/{name}.py": "config/test_checks.py"
         for name in (
@@ -56,7 +57,9 @@ GROUPED = {
     "data/reading/bad_records.py": "data/test_records.py",
     "data/reading/json_text.py": "data/test_records.py",
     "data/preparing/corpus_writer.py": "data/test_prepare.py",
-    "data/reading/token_files.py": "data/test_prepare.py",
+    "data/reading/joined.py": "data/test_token_files.py",
+    "data/reading/megatron_index.py": "data/test_token_files.py",
+    "data/preparing/index_tokens.py": "data/test_token_files.py",
     "devices/cluster_environment.py": "devices/test_cluster.py",
     "devices/startup.py": "test_cli.py",
     "hf/entries.py": "hf/test_model_config.py",

@@ -116,7 +116,7 @@ def test_another_learning_rate(tmp_path):
     rate = float(learning_rate(ran.optimizer, 60)(59))
 
     def refuse(config, recorded):
-        replay.refuse_another_rate(config.optimizer, config.train, 60, recorded, tmp_path)
+        replay.refuse_another_rate(config, 60, recorded, tmp_path)
 
     refuse(ran, rate)
     refuse(ran, None)

@@ -158,7 +158,7 @@ class CheckpointFolder:
                 f"{get(config, violation.field)!r} {violation.rule}"
             )
             raise ConfigError("train.init_from", origin, rule, "another --workdir")
-        check_resume(stored, self.run.requested, self.run.environment)
+        check_resume(stored, self.run.requested, self.run.environment, meta.position)
 
     def _stored_config(self, meta: Meta) -> StoredConfig:
         """The config in a meta, with the run's path of the tokenizer if that is the same file, and

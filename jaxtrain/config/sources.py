@@ -1,11 +1,13 @@
 """What `data.source` may be, for the rules that refuse one and for the readers in data/: formats of
 files, folders, patterns and `stdlib`, and the files that each of them names.
 
-    file      one of the formats below; it may be compressed (`.jsonl.gz`, `.txt.zst`, …)
+    file      one of the formats below; it may be compressed (`.jsonl.gz`, `.txt.zst`, …). A
+              Megatron file is named by its `.bin`, its `.idx` or what both begin with
     folder    every file below it, in the order of their paths. Names that begin with `_` or `.` are
               passed over: Spark and Hadoop write `_SUCCESS` and `.part-0.crc` beside the data.
               Links to folders are reported and not followed. A pipe, a socket or a dangling link
-              is a file that cannot be read
+              is a file that cannot be read. Of a folder that datasets' save_to_disk has written,
+              the files that its state.json names, in that order
     pattern   those of a folder's files that match, such as `crawl/**/*.jsonl.gz`; `**` stands for
               any number of folders. A folder that matches stands for all files below it. A path
               that exists is no pattern
@@ -19,8 +21,10 @@ import collections
 import dataclasses
 import fnmatch
 import glob
+import json
 import os
 import pathlib
+import re
 import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -40,6 +44,11 @@ COMPRESSIONS = {
     ".zstd": "zstd",
     ".xz": "xz",
 }
+SHARD = re.compile(r"-\d+-of-\d+$")  # the end of a shard's name: a.array_record-00000-of-00008
+# the files of a folder by datasets' save_to_disk: the data files in their order, the features
+STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+MOST_STATE = 1 << 26  # bytes of a state.json
+DESCRIPTIONS = (STATE, INFO, "features.json")  # written beside .arrow and .array_record files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +60,8 @@ class Format:
     holds: "text": a file is a document; "records": a document a record, of the fields
       `data.text_fields`; "tokens": ids.
     reader: module and function of jaxtrain/data/reading/ that turn (file, runs of fields, scratch
-      folder) into pieces of documents; "" for tokens, which token_files.py maps into memory.
+      folder) into pieces of documents; "" for tokens, which token_files.py maps into memory, and
+      for the index that lies beside them.
     """
 
     title: str
@@ -66,13 +76,20 @@ FORMATS = {
     "json": Format("JSON", (".json",), "records", "records:read_json"),
     "jsonl": Format("JSONL", (".jsonl", ".ndjson"), "records", "records:read_jsonl"),
     "parquet": Format("Parquet", (".parquet",), "records", "records:read_parquet"),
+    "arrow": Format("Arrow", (".arrow",), "records", "records:read_arrow"),
+    "array_record": Format(
+        "ArrayRecord", (".array_record", ".arrayrecord"), "records", "array_records:read_records"
+    ),
     "bin": Format("tokens (.bin)", (".bin",), "tokens"),
     "npy": Format("tokens (.npy)", (".npy",), "tokens"),
+    "megatron": Format("Megatron (.bin with .idx)", (), "tokens"),  # the .bin
+    "idx": Format("", (".idx",), "tokens"),
 }
 RECORDS = ", ".join(format.title for format in FORMATS.values() if format.holds == "records")
 BY_ENDING = {ending: name for name, format in FORMATS.items() for ending in format.endings}
 HELP = (
-    "corpus: a folder, a pattern such as 'crawl/**/*.jsonl.gz', or a file of "
+    "corpus: a folder (of datasets' save_to_disk, too), a pattern such as 'crawl/**/*.jsonl.gz', "
+    "or a file of "
     + ", ".join(format.title for format in FORMATS.values() if format.title)
     + f", which may be compressed; {STDLIB}: Python's own sources"
 )
@@ -101,6 +118,7 @@ class Source:
       links; and folders that may not be listed.
     linked_folders: links to folders, which are not followed.
     passed_over: the files and folders that would count but for their names.
+    unlisted: files of saved datasets that their state.json does not name: they are left out.
     """
 
     name: str
@@ -110,10 +128,17 @@ class Source:
     unreadable: tuple[str, ...] = ()
     linked_folders: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    unlisted: tuple[str, ...] = ()
 
     @property
     def holds_tokens(self) -> bool:
-        return FORMATS[self.files[0].format].holds == "tokens"
+        return bool(self.token_files)
+
+    @property
+    def token_files(self) -> list[File]:
+        """The files that hold tokens, without their indices."""
+        tokens = [file for file in self.files if FORMATS[file.format].holds == "tokens"]
+        return [file for file in tokens if file.format != "idx"]
 
     @property
     def has_fields(self) -> bool:
@@ -143,6 +168,8 @@ class Source:
             if len(records) == 1 and not self.pattern:
                 only = os.path.join(self.name, "**", f"*{records.pop()}")
                 lines[-1] += f" ({suggestion({'data.source': only})} leaves them out)"
+        if self.unlisted:
+            lines.append(f"  not named by a {STATE}, and left out: {self.listed(self.unlisted)}")
         links = "is a link to a folder, which is not followed"
         return [*lines, *(f"  {link} {links}" for link in self.linked_folders)]
 
@@ -158,20 +185,29 @@ class Source:
 
 def format_of(name: str) -> str:
     """The format of a file by the ending of its name, compressed or not: a key of FORMATS."""
-    return BY_ENDING.get(os.path.splitext(without_compression(name))[1].lower(), "text")
+    stem = without_compression(SHARD.sub("", name))
+    return BY_ENDING.get(os.path.splitext(stem)[1].lower(), "text")
+
+
+def formats(name: str) -> set[str]:
+    """The formats of a source's files, keys of FORMATS; what does not exist is judged by its
+    name."""
+    if name == STDLIB:
+        return {"python"}
+    try:
+        return {file.format for file in find(name).files}
+    except (ConfigError, OSError):
+        return {format_of(name)}
 
 
 def holds_tokens(name: str) -> bool:
-    """True if a source's name is that of a token file."""
-    return FORMATS[format_of(name)].holds == "tokens"
+    """True if files of a source hold tokens."""
+    return any(FORMATS[format].holds == "tokens" for format in formats(name))
 
 
 def may_have_fields(name: str) -> bool:
-    """True if files of a source hold records, or may: what does not exist is judged by its name."""
-    try:
-        return name != STDLIB and find(name).has_fields
-    except (ConfigError, OSError):
-        return FORMATS[format_of(name)].holds == "records"
+    """True if files of a source hold records, or may."""
+    return any(FORMATS[format].holds == "records" for format in formats(name))
 
 
 def without_compression(name: str) -> str:
@@ -194,49 +230,69 @@ def check(name: str) -> None:
 
 
 def find(name: str) -> Source:
-    """The files of a `data.source`. Raises ConfigError if there are none, or a token file is one of
-    several, OSError if one has gone meanwhile."""
+    """The files of a `data.source`. Raises ConfigError if there are none, or token files are among
+    others, OSError if one has gone meanwhile."""
     if name == STDLIB:
         return _list(name, pathlib.Path(sysconfig.get_path("stdlib")), ("**", "*.py"))
     root, pattern = _place(name)
     if root.is_file():
-        return Source(name, root, (_stat(str(root), format_of(name)),))
-    return _of_one_kind(_list(name, root, pattern))
+        paths = map(str, _pair(root) or (root,))
+        source = Source(name, root, tuple(_stat(path, _format_at(path)) for path in paths))
+    else:
+        source = _list(name, root, pattern)
+    if problem := _mixed_tokens(source):
+        raise ConfigError("data.source", name, problem)
+    return source
 
 
 def find_among(
     name: str, root: pathlib.Path, pattern: tuple[str, ...], files: Sequence[File]
 ) -> Source:
-    """The source of those files of a store that lie below a root and match a pattern. Raises
-    ConfigError as `find`."""
-    if [pathlib.Path(file.path) for file in files] == [root]:
-        return Source(name, root, tuple(files))
-    parts = {file: pathlib.Path(file.path).relative_to(root).parts for file in files}
-    matches = sorted((f for f in files if _matches(parts[f], pattern)), key=parts.__getitem__)
-    passed_over = [file for file in matches if any(map(_is_hidden, parts[file]))]
+    """The source of those files of a store that lie below a root, which may be one of them, and
+    match a pattern. Raises ConfigError as `find`."""
+    below = {file: pathlib.Path(file.path).relative_to(root).parts for file in files}
+    matches = sorted((f for f in files if _matches(below[f], pattern)), key=below.__getitem__)
+    hidden = [file for file in matches if any(map(_is_hidden, below[file]))]
+    indices = {file.path.removesuffix(".idx") for file in files if file.format == "idx"}
     source = Source(
         name,
         root,
-        tuple(file for file in matches if file not in passed_over),
+        tuple(
+            file._replace(format="megatron")
+            if file.format == "bin" and file.path.removesuffix(".bin") in indices
+            else file
+            for file in matches
+            if file not in hidden
+        ),
         pattern,
-        passed_over=tuple(file.path for file in passed_over),
+        passed_over=tuple(file.path for file in hidden),
     )
     if not source.files:
-        raise _no_files(source, [ending(file.path) for file in files if file not in matches], 0)
-    return _of_one_kind(source)
-
-
-def _of_one_kind(source: Source) -> Source:
-    """The source. Raises ConfigError if a token file is one of several files."""
-    tokens = [file.path for file in source.files if holds_tokens(file.path)]
-    if tokens:
-        raise ConfigError(
-            "data.source",
-            source.name,
-            f"holds token files ({source.listed(tokens)}), of which each is a corpus by itself: "
-            "let their names begin with _ or ., or name one",
-        )
+        raise _no_files(source, [ending(f.path) for f in {*files} - {*matches}], 0)
+    if problem := _mixed_tokens(source):
+        raise ConfigError("data.source", name, problem)
     return source
+
+
+def _mixed_tokens(source: Source) -> str:
+    """The reason why the token files of a source are no corpus: they lie among others, are of
+    several formats, or an index lacks its tokens; "" if they are one."""
+    tokens = [file for file in source.files if FORMATS[file.format].holds == "tokens"]
+    texts = [file.path for file in source.files if FORMATS[file.format].holds != "tokens"]
+    rename = "let the names of those that are not meant begin with _ or ., or name a pattern"
+    if tokens and texts:
+        names = source.listed([file.path for file in tokens])
+        return f"holds token files ({names}) beside others ({source.listed(texts)}): {rename}"
+    names_of = {file.path for file in tokens}
+    for file in tokens:
+        if file.format == "idx" and file.path.removesuffix(".idx") + ".bin" not in names_of:
+            path = file.path.removesuffix(".idx") + ".bin"
+            return f"has the index {file.path} without its tokens, {path}"
+    by_format = {file.format: file.path for file in source.token_files}
+    if len(by_format) > 1:
+        kinds = " and ".join(f"{FORMATS[kind].title}: {path}" for kind, path in by_format.items())
+        return f"holds token files of several formats, {kinds}: {rename}"
+    return ""
 
 
 def similar_files(path: pathlib.Path) -> list[str]:
@@ -254,6 +310,8 @@ def _place(name: str) -> tuple[pathlib.Path, tuple[str, ...]]:
     """
     root = pathlib.Path(os.path.expanduser(name))
     pattern: tuple[str, ...] = ()
+    if name and (pair := _pair(root)):
+        return pair[0].parent.resolve() / pair[0].name, pattern
     while glob.has_magic(str(root)) and not os.path.exists(root):
         root, pattern = root.parent, (root.name, *pattern)
     if name and (os.path.isdir(root) or (os.path.isfile(root) and not pattern)):
@@ -268,6 +326,21 @@ def _place(name: str) -> tuple[pathlib.Path, tuple[str, ...]]:
     if "," in name:
         rule += ", nor a list: files of one corpus are a folder or a pattern"
     raise ConfigError("data.source", name, rule, fixes=[{"data.source": each} for each in similar])
+
+
+def _pair(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path] | None:
+    """The .bin and the .idx of a Megatron file that is named by either, or by what both begin with;
+    None if they are not there."""
+    stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    tokens, index = (path.with_name(f"{stem.name}{suffix}") for suffix in (".bin", ".idx"))
+    names_another = path.exists() and path not in (tokens, index)
+    return None if names_another or not (tokens.is_file() and index.is_file()) else (tokens, index)
+
+
+def _format_at(path: str) -> str:
+    """The format of a file that exists: a .bin with an index beside it is Megatron's."""
+    is_megatron = path.endswith(".bin") and os.path.isfile(f"{path.removesuffix('.bin')}.idx")
+    return "megatron" if is_megatron else format_of(path)
 
 
 def _is_hidden(name: str) -> bool:
@@ -286,13 +359,33 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
     linked_folders: list[str] = []
     passed_over: list[str] = []
     unmatched: list[str] = []  # endings
+    unlisted: list[str] = []
     closed = 0  # folders in which nothing can match
+    saved_order: dict[str, tuple[str, ...]] = {}  # path → what it is sorted by, in saved datasets
     passes = _is_hidden if name != STDLIB else _is_left_out_of_stdlib
     # nothing is below a folder that does not exist
     for folder, folders, names in os.walk(root, onerror=lambda e: unreadable.append(e.filename)):
         above = pathlib.PurePath(folder).relative_to(root).parts
         entered = [name for name in folders if _matches((*above, name), pattern, partly=True)]
-        matches = [name for name in names if _matches((*above, name), pattern)]
+        matches = [
+            entry
+            for entry in names
+            if any(_matches((*above, called), pattern) for called in _called(entry, {*names}))
+        ]
+        if SPLITS in matches:
+            split = "train" if "train" in folders else min(folders, default="SPLIT")
+            rule = f"has {os.path.join(folder, SPLITS)}: its splits ({', '.join(sorted(folders))}) "
+            fix = {"data.source": os.path.join(folder, split)}
+            raise ConfigError("data.source", name, f"{rule}are one source each", fixes=[fix])
+        described = {format_of(entry) for entry in matches} & {"arrow", "array_record"}
+        if {STATE, INFO} <= {*matches}:
+            matches = _saved_files(name, folder, entries := matches)
+            places = {os.path.join(folder, entry): i for i, entry in enumerate(matches)}
+            saved_order |= {path: (*above, f"{i:012}") for path, i in places.items()}
+            others = [entry for entry in {*entries} - {*matches} if format_of(entry) == "arrow"]
+            unlisted += [os.path.join(folder, entry) for entry in others]
+        elif described:
+            matches = [entry for entry in matches if entry not in DESCRIPTIONS]
         unmatched += [ending(name) for name in {*names} - {*matches} if not passes(name)]
         closed += len(folders) - len(entered)
         folders[:] = [name for name in entered if not passes(name)]
@@ -306,20 +399,52 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
                 unreadable.append(path)
             elif os.path.islink(path):
                 linked_folders.append(path)
-    for paths in (files, unreadable, linked_folders, passed_over):
-        paths.sort(key=lambda path: pathlib.PurePath(path).parts)
+    for paths in (files, unreadable, linked_folders, passed_over, unlisted):
+        paths.sort(key=lambda path: saved_order.get(path) or _below(path, root))
     source = Source(
         name,
         root,
-        tuple(_stat(path, format_of(path) if name != STDLIB else "python") for path in files),
+        tuple(_stat(path, _format_at(path) if name != STDLIB else "python") for path in files),
         pattern,
         tuple(unreadable),
         tuple(linked_folders),
         tuple(passed_over),
+        tuple(unlisted),
     )
     if not files and (not unreadable or name == STDLIB):
         raise _no_files(source, unmatched, closed)
     return source
+
+
+def _below(path: str, root: pathlib.Path) -> tuple[str, ...]:
+    return pathlib.PurePath(path).relative_to(root).parts
+
+
+def _called(name: str, names: set[str]) -> tuple[str, ...]:
+    """The names by which a pattern may call a file of a folder that has `names`: also those of its
+    pair and of both without an ending, if it is one of Megatron's."""
+    stem = name.removesuffix(".bin").removesuffix(".idx")
+    pair = (f"{stem}.bin", f"{stem}.idx")
+    return (stem, *pair) if name in pair and names.issuperset(pair) else (name,)
+
+
+def _saved_files(name: str, folder: str, present: Sequence[str]) -> list[str]:
+    """The data files of a folder that datasets' save_to_disk has written, in their order. Raises
+    ConfigError if its state.json does not name them, or one is not `present`."""
+    path = os.path.join(folder, STATE)
+    try:
+        with open(path, "rb") as file:
+            state = json.loads(file.read(MOST_STATE))
+        files = [entry["filename"] for entry in state["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        rule = f"has {path}, which is not as datasets' save_to_disk writes it"
+        raise ConfigError("data.source", name, f"{rule}: copy the folder again") from error
+    missing = [file for file in files if file not in present]
+    if missing or len({*files}) < len(files):
+        what = f"names {missing[0]}, which is not there" if missing else "names a file twice"
+        rule = f"does not match what lies there: {path} {what}: copy the folder again"
+        raise ConfigError("data.source", name, rule)
+    return files
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str], partly: bool = False) -> bool:

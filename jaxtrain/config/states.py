@@ -28,6 +28,7 @@ from jaxtrain.config.groups.layout_settings import (
     shards_ends,
 )
 from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel
+from jaxtrain.config.groups.phase_settings import spans_of
 from jaxtrain.config.groups.run_settings import (
     CheckpointConfig,
     DataConfig,
@@ -161,5 +162,6 @@ def _filled(kind: type[Filled], config: Config) -> Filled:
     if parallel.ends == "auto":
         sharded = parallel.zero and shards_ends(config.model, config.mesh.stage, config.pipeline)
         parallel = with_values(parallel, ends="sharded" if sharded else "replicated")
-    model = config.model.resolve(config.data.sequence_length)
+    longest = max(span.sequence_length for span in spans_of(config.data, config.train))
+    model = config.model.resolve(longest)
     return as_type(kind, config, model=model, parallel=parallel, pipeline=pipeline)

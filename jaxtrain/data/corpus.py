@@ -5,13 +5,13 @@ import dataclasses
 import functools
 import json
 import pathlib
-from typing import Any
 
 import numpy as np
 
 from jaxtrain.data.reading.bad_records import Skipped
+from jaxtrain.data.reading.joined import Joined, check_whole
 from jaxtrain.data.split import Stream, split
-from jaxtrain.data.tokenizer import ByteTokenizer, DataError, Tokenizer
+from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.run import files
 
 CHUNK = 4 << 20  # tokens examined at a time
@@ -22,7 +22,8 @@ BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
 class Corpus:
     """A prepared corpus; its arrays are memory-mapped.
 
-    tokens: [tokens] uint16 or uint32, or the integer type of the source's token file.
+    tokens: [tokens] uint16 or uint32, or the integer type of the source's token files, several of
+      which are Joined: it is read by slices.
     documents: [documents + 1] int64, the place of each document, then the number of tokens.
     mask: [tokens] uint8, 1 where a token counts in the loss, or None if all count.
     checksum: sha256 over tokens, documents, mask and the end-of-document id, as hexadecimal.
@@ -30,7 +31,7 @@ class Corpus:
     prepared: the time of its preparation, in seconds since the epoch.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | Joined
     documents: np.ndarray
     mask: np.ndarray | None
     checksum: str
@@ -63,16 +64,9 @@ class Corpus:
         )
 
     def check_whole(self) -> None:
-        """Raises DataError if a mapped file was cut short since it was opened. Reading the missing
-        part of the map would kill the process without a message."""
+        """Raises FileError if a mapped file was cut short since it was opened."""
         for array in (self.tokens, self.mask):
-            if isinstance(array, np.memmap):
-                file: Any = array.base
-                if file.size() < array.offset + array.nbytes:
-                    raise DataError(
-                        f"{array.filename}: the file was cut short while it was in use, and "
-                        f"{file.size():,} bytes are left: put it back as it was, and start again"
-                    )
+            check_whole(array)
 
 
 def bigram_entropy(corpus: Corpus) -> float | None:

@@ -1,11 +1,13 @@
-"""Sequences of a fixed length, cut from a split's documents by random access.
+"""Sequences of a fixed length, made of a split's documents by random access.
 
-The documents follow each other in a stream. Sequence s has tokens s·T to s·T + T of the stream: its
-T inputs, and as targets the same shifted by one. Only the last few tokens of the stream are left
-out. With attend_across_documents=False every document in a sequence is a segment. A document that
-is cut by the beginning of the sequence starts a segment there, and no token has the first token of
-the next document as its target. If the stream is too short for one sequence, the documents repeat
-in it.
+The documents follow each other in a stream. Packing `stream` cuts it where a sequence is full:
+sequence s has tokens s·T to s·T + T, its T inputs, and as targets the same shifted by one. Only the
+last few tokens of the stream are left out. If the stream is too short for one sequence, the
+documents repeat in it. Packing `best_fit` is in best_fit.py.
+
+With attend_across_documents=False every document in a sequence is a segment. A document that is cut
+by the beginning of the sequence starts a segment there, and no token has the first token of the
+next document as its target.
 
     stream      a b c $ d e $ f g h i …           T = 6
     tokens      a b c $ d e                       targets     b c $ d e $
@@ -15,13 +17,54 @@ in it.
 Legend: T the sequence length. loader.py puts sequences into batches and batches onto devices.
 """
 
+from typing import Protocol
+
 import numpy as np
 
+from jaxtrain.data.best_fit import GROUP, BestFit
 from jaxtrain.data.corpus import Corpus
-from jaxtrain.data.split import Stream
+from jaxtrain.data.reading.joined import view
+from jaxtrain.data.split import Stream, read_ranges
 from jaxtrain.data.tokenizer import DataError
 
 SequenceArrays = dict[str, np.ndarray]
+
+
+class Packing(Protocol):
+    """The tokens of each sequence of a stream.
+
+    firsts: [groups + 1] int64, the first sequence of each group, then the number of sequences. The
+        sequences of a group have neighbouring tokens, about GROUP of them.
+    repeated: the stream is too short for one sequence, and repeats in it
+    """
+
+    firsts: np.ndarray
+    repeated: bool
+
+    def ranges(self, s: int) -> list[tuple[int, int]]:
+        """The tokens [begin, end) of the stream in sequence s, at most T + 1 of them."""
+
+
+class StreamPacking:
+    """Sequences that follow each other in the stream. The rest of the stream is shorter than a
+    sequence. With `padded` it is the last one; otherwise it is left out, or repeated if it is the
+    entire stream."""
+
+    def __init__(self, tokens: int, sequence_length: int, padded: bool):
+        self._tokens, self._length = tokens, sequence_length
+        self.repeated = not padded and 0 < tokens <= sequence_length
+        targets = max(0, tokens - 1)
+        sequences = -(-targets // sequence_length) if padded else targets // sequence_length
+        sequences = max(sequences, int(self.repeated))
+        self.firsts = np.arange(0, sequences, max(1, GROUP // sequence_length), dtype=np.int64)
+        self.firsts = np.append(self.firsts, sequences)
+
+    def ranges(self, s: int) -> list[tuple[int, int]]:
+        size, begin = self._length + 1, s * self._length
+        if self.repeated:
+            times, rest = divmod(size, self._tokens)
+            return [(0, self._tokens)] * times + [(0, rest)] * (rest > 0)
+        return [(begin, min(begin + size, self._tokens))]
 
 
 class Sequences:
@@ -29,11 +72,10 @@ class Sequences:
 
     A sequence is a dict of arrays [T]: `tokens` and `targets` int32, `weights` float32 (0 where the
     target does not count in the loss), and, if attend_across_documents is False, `segments` int32
-    (1, 2, … along the sequence) and `positions` int32.
+    (1, 2, … along the sequence) and `positions` int32. What is shorter than a sequence is filled up
+    with targets of weight 0.
 
-    The rest of the stream is shorter than a sequence. With `padded` it is the last one, filled up
-    with targets of weight 0. Otherwise it is left out, or repeated if it is the entire stream:
-    `repeated` is then True.
+    padded: as in StreamPacking; packing: as data.packing
 
     Raises DataError for an id that the corpus's tokenizer does not have. The corpus was checked for
     such ids when it was prepared, so its files have changed since.
@@ -46,39 +88,37 @@ class Sequences:
         sequence_length: int,
         attend_across_documents: bool = True,
         padded: bool = False,
+        packing: str = "stream",
     ):
         self._corpus, self._stream = corpus, stream
         self._length, self._across = sequence_length, attend_across_documents
-        # Plain views: a memmap's own slicing costs several times as much.
-        self._tokens, self._documents = np.asarray(corpus.tokens), np.asarray(corpus.documents)
-        self._mask = None if corpus.mask is None else np.asarray(corpus.mask)
-        targets = max(0, len(stream) - 1)
-        self.repeated = not padded and 0 < len(stream) <= sequence_length
-        if padded:
-            self._count = -(-targets // sequence_length)
-        else:
-            self._count = 1 if self.repeated else targets // sequence_length
+        self._tokens, self._documents = view(corpus.tokens), view(corpus.documents)
+        self._mask = view(corpus.mask)
+        self.packing: Packing = (
+            BestFit(corpus, stream, sequence_length)
+            if packing == "best_fit"
+            else StreamPacking(len(stream), sequence_length, padded)
+        )
 
     def __len__(self) -> int:
-        return self._count
+        return int(self.packing.firsts[-1])
 
     def __getitem__(self, s: int) -> SequenceArrays:
-        if not 0 <= s < self._count:
-            raise IndexError(f"sequence {s} of {self._count}")
-        begin = s * self._length
-        end = begin + self._length + 1
-        return self._sequence(begin, end if self.repeated else min(end, len(self._stream)))
+        if not 0 <= s < len(self):
+            raise IndexError(f"sequence {s} of {len(self)}")
+        return self._sequence(self.packing.ranges(s))
 
     def empty(self) -> SequenceArrays:
         """A sequence of padding: all weights 0."""
-        return self._sequence(0, 0)
+        return self._sequence([])
 
-    def _sequence(self, begin: int, end: int) -> SequenceArrays:
-        """The sequence of tokens [begin, end) of the stream, at most T + 1, padded to T + 1."""
-        n, window = end - begin, np.zeros(self._length + 1, np.int32)
-        ids = self._stream.read(self._tokens, begin, end)
-        size = self._corpus.tokenizer.vocab_size
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+    def _sequence(self, stream_ranges: list[tuple[int, int]]) -> SequenceArrays:
+        """The sequence of at most T + 1 tokens, ranges [begin, end) of the stream."""
+        ranges = [each for begin, end in stream_ranges for each in self._stream.ranges(begin, end)]
+        window = np.zeros(self._length + 1, np.int32)
+        ids = read_ranges(self._tokens, ranges)
+        n, size = len(ids), self._corpus.tokenizer.vocab_size
+        if n and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             bad = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
             raise DataError(
                 f"data.source={self._corpus.source}: token {bad} is beyond the {size} ids of its "
@@ -87,25 +127,31 @@ class Sequences:
             )
         window[:n] = ids
         counts = np.zeros(self._length + 1, np.float32)
-        counts[:n] = 1 if self._mask is None else self._stream.read(self._mask, begin, end)
+        counts[:n] = 1 if self._mask is None else read_ranges(self._mask, ranges)
+        starts, begins = self._starts(ranges)
+        # Where a part of a document follows on another text, its first token is only read: it is
+        # the target of the part before.
+        counts[begins[~starts[begins]]] = 0
         arrays = {"tokens": window[:-1], "targets": window[1:], "weights": counts[1:]}
         if not self._across:
-            starts = self._starts(begin, end)
+            starts[begins] = True
+            starts[n : n + 1] = True  # of the padding
             index = np.arange(self._length + 1, dtype=np.int32)
             arrays["weights"] = np.where(starts[1:], np.float32(0), arrays["weights"])
             arrays["segments"] = np.cumsum(starts, dtype=np.int32)[:-1]
             arrays["positions"] = (index - np.maximum.accumulate(np.where(starts, index, 0)))[:-1]
         return arrays
 
-    def _starts(self, begin: int, end: int) -> np.ndarray:
-        """[T + 1] bool: True where a segment begins, which is at the beginning of the sequence, of
-        each document, and of the padding."""
-        starts, done = np.zeros(self._length + 1, bool), 0
-        starts[0] = True
-        for low, high in self._stream.ranges(begin, end):
-            inside = slice(*np.searchsorted(self._documents, np.array([low, high])))
-            starts[self._documents[inside] - low + done] = True
-            starts[done] = True
-            done += high - low
-        starts[done : done + 1] = True
-        return starts
+    def _starts(self, ranges: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """[T + 1] bool: True where a document begins; and [ranges] the place in the sequence of
+        each of these ranges of the corpus."""
+        lows, highs = np.array(ranges, np.int64).reshape(-1, 2).T
+        first, last = (
+            np.searchsorted(self._documents, lows),
+            np.searchsorted(self._documents, highs),
+        )
+        inside = read_ranges(self._documents, [*zip(first, last, strict=True)])
+        begins = np.cumsum(highs - lows) - (highs - lows)
+        starts = np.zeros(self._length + 1, bool)
+        starts[inside + np.repeat(begins - lows, last - first)] = True
+        return starts, begins

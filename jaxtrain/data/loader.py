@@ -66,8 +66,8 @@ class Loader:
     Args:
       corpus: a prepared corpus; a checkpoint needs only its checksum and the number of the next
         batch.
-      data: the config's group; sequence_length, batch_size, seed, attend_across_documents and
-        prefetch are used.
+      data: the config's group; sequence_length, batch_size, seed, attend_across_documents,
+        packing and prefetch are used.
       split: "train" or "validation".
       sharding: the sharding of [microbatches, B / microbatches, T], over any axes of any mesh.
       microbatches: the number of parts of a batch; divides B.
@@ -106,6 +106,7 @@ class Loader:
             data.sequence_length,
             data.attend_across_documents,
             padded=not self._train,
+            packing=data.packing,
         )
         self._name = (
             f"the {split} split of {corpus.source} (checksum {corpus.checksum[:12]}, seed "
@@ -142,7 +143,7 @@ class Loader:
         if not self._train:
             nothing = f"{few}: there is nothing to evaluate on"
             return [nothing] if self._has_validation and not count else []
-        if self._sequences.repeated:
+        if self._sequences.packing.repeated:
             return [
                 f"{few}, and data.sequence_length={length} takes {length + 1}: its documents "
                 "repeat within a sequence"

@@ -11,9 +11,11 @@ instead.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+
+from jaxtrain.data.reading.joined import Joined
 
 CHUNK = 1 << 20  # documents examined at a time
 
@@ -33,21 +35,40 @@ class Stream:
         return int(self.offsets[-1])
 
     def ranges(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The ranges [first, last) of the corpus with tokens [begin, end) of the stream, which
-        repeats after its end."""
+        """The ranges [first, last) of the corpus with tokens [begin, end) of the stream."""
         while begin < end:
-            at = begin % len(self)
-            i = int(np.searchsorted(self.offsets, at, "right")) - 1
-            count = min(end - begin, int(self.offsets[i + 1]) - at)
-            first = int(self.starts[i]) + at - int(self.offsets[i])
-            yield first, first + count
-            begin += count
+            i = int(np.searchsorted(self.offsets, begin, "right")) - 1
+            stop = min(end, int(self.offsets[i + 1]))
+            place = int(self.starts[i]) - int(self.offsets[i])
+            yield place + begin, place + stop
+            begin = stop
 
-    def read(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """Elements [end − begin] of a per-token array of the corpus: a view of one range, or a copy
-        of several."""
-        parts = [array[first:last] for first, last in self.ranges(begin, end)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts or [array[:0]])
+    def edges(self, documents: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """[n + 1] int64: the places in the stream of the documents, or parts of one, that have
+        tokens [begin, end) of it, at least one, and the end of the last. documents: the corpus's"""
+        i = slice(
+            int(np.searchsorted(self.offsets, begin, "right")) - 1,
+            int(np.searchsorted(self.offsets, end)),
+        )
+        starts, offsets, ends = self.starts[i], self.offsets[i], self.offsets[1:][i]
+        places = starts - offsets
+        first = np.searchsorted(documents, places + np.maximum(offsets, begin), "right") - 1
+        last = np.searchsorted(documents, places + np.minimum(ends, end))
+        inside = np.concatenate([documents[a:b] for a, b in zip(first, last, strict=True)])
+        counts = last - first
+        edges = np.maximum(inside, np.repeat(starts, counts)) - np.repeat(places, counts)
+        return np.append(edges, min(documents[last[-1]] - places[-1], ends[-1]))
+
+    def read(self, array: np.ndarray | Joined, begin: int, end: int) -> np.ndarray:
+        """Elements [end − begin] of a per-token array of the corpus."""
+        return read_ranges(array, [*self.ranges(begin, end)])
+
+
+def read_ranges(array: np.ndarray | Joined, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The elements [first, last) of an array, range after range: a view of one, or a copy of
+    several."""
+    parts = [array[first:last] for first, last in ranges]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts or [array[:0]])
 
 
 def make_stream(starts: np.ndarray, ends: np.ndarray) -> Stream:

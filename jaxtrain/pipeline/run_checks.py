@@ -22,6 +22,7 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.mesh_rules import on_mesh
+from jaxtrain.config.rules.mixture_rules import of_corpora
 from jaxtrain.config.rules.rules import SettingsRule, Violation, values_for
 from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.pipeline.setup import make_setup
@@ -67,14 +68,16 @@ def default_corpus_notes(config: Config) -> list[str]:
     ] * bool(flags)
 
 
-def _source_exists(data: DataConfig) -> Iterator[Violation]:
+def _corpora_exist(data: DataConfig) -> Iterator[Violation]:
+    return of_corpora(_files_exist, data)
+
+
+def _files_exist(data: DataConfig) -> Iterator[Violation]:
+    """The rules of the files that a corpus is made of."""
     try:
         sources.check(data.source)
     except ConfigError as error:
         yield Violation(error.field, error.rule, error.fixes)
-
-
-def _tokenizer_exists(data: DataConfig) -> Iterator[Violation]:
     path, value = "data.tokenizer", data.tokenizer
     file = pathlib.Path(os.path.expanduser(value))
     # "none" (the corpus has tokens) and "bytes" are no paths
@@ -140,8 +143,7 @@ def tables_can_be_made(config: FilledConfig) -> Iterator[Violation]:
 
 
 RULES: tuple[SettingsRule, ...] = (
-    _source_exists,
-    _tokenizer_exists,
+    _corpora_exist,
     _schedule_exists,
     _hardware_is_known,
     _own_layers_work,

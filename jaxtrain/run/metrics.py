@@ -8,7 +8,7 @@ numbers of the host. progress.py shows them, `--replay` compares them, docs/use.
       {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8,
        "param_norm": 51.7, "learning_rate": 3e-4, "weighted_tokens": 2048, "tokens": 20480,
        "batch": 9, "step_time_s": 0.1, "tokens_per_s": …, "mfu": …, "goodput": 0.7}
-      {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, …}
+      {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, "validation_loss/web": 3.6, …}
       {"step": 1, "time": …, "wall_s": …, "start_up_s": 9.1, "imports_s": 2.0, …}     once a start
       {"step": 60, "time": …, "wall_s": …, "rolled_back_from": 75, "next_batch": 75, "why": …,
        "rollbacks": 1}
@@ -32,6 +32,7 @@ from jaxtrain.run.wall_clock import Phase, WallClock
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
+VALIDATION_LOSS = "validation_loss"  # VALIDATION_LOSS/NAME is that of a set
 LONGEST_TITLE = 70  # characters that fit above loss.png
 
 
@@ -183,14 +184,21 @@ METRICS = {
     "slowest_process": Metric("", "the process that the others wait for, if one is", host),
     "slowest_behind_s": Metric("s", "the time a step by which it is behind them", host),
     # of an evaluation
-    "validation_loss": Metric(
+    VALIDATION_LOSS: Metric(
         "nats per token",
-        "mean loss over the held-out batches",
+        "mean loss over the tokens that the sources hold out, at most `train.eval_batches` batches "
+        "of each; over those of all sets if the sources hold out nothing",
         host,
         title="validation loss",
         line=lambda loss: f"validation loss {loss:.4f} nats a token",
         group="validation",
         curve="validation",
+    ),
+    f"{VALIDATION_LOSS}/NAME": Metric(
+        "nats per token",
+        "that of a set of `data.validation`, or of what a source of a mixture holds out",
+        host,
+        group="validation",
     ),
     # of the first step of a start
     "start_up_s": Metric("s", "from the start of the command to its first finished step", host),
@@ -288,8 +296,8 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(record, allow_nan=False))
         if self._events is not None:
-            is_evaluation = any(METRICS[name].group == "validation" for name in values)
-            group = "validation" if is_evaluation else "train"
+            groups = {METRICS[name.partition("/")[0]].group for name in values}
+            group = "validation" if "validation" in groups else "train"
             for name, value in {"wall_s": wall_s, **values}.items():
                 if isinstance(value, (int, float)):
                     self._events.add_scalar(f"{group}/{name}", value, step, walltime=now)
@@ -336,10 +344,16 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
     """Draws loss.png, training and validation loss over steps, from metrics.jsonl, under the name
     of the run's folder. The picture's path; None if there is nothing to draw."""
     records = read_metrics(workdir)
+    of_set = f"{VALIDATION_LOSS}/"
+    labels = {key: metric.curve for key, metric in METRICS.items() if metric.curve} | {
+        key: key.replace(of_set, "validation, ")
+        for record in records
+        for key in record
+        if key.startswith(of_set)
+    }
     curves = {
-        metric.curve: [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
-        for key, metric in METRICS.items()
-        if metric.curve
+        label: [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
+        for key, label in labels.items()
     }
     if not any(curves.values()):
         return None
@@ -350,7 +364,7 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
     axes = figure.add_subplot()
     for label, points in curves.items():
         if points:
-            marker = "o" if label == "validation" or len(points) == 1 else None
+            marker = "o" if label.startswith("validation") or len(points) == 1 else None
             axes.plot(*zip(*points), marker=marker, markersize=4, linewidth=1.5, label=label)
     axes.set(xlabel="step", ylabel=f"loss ({METRICS['loss'].unit})")
     name = pathlib.Path(workdir).resolve().name

@@ -1,7 +1,9 @@
-"""The loss over held-out text."""
+"""The losses over held-out text."""
 
 import concurrent.futures
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,15 +13,28 @@ from jaxtrain.devices import cluster
 from jaxtrain.runtime.runtime import Losses
 
 
+@dataclasses.dataclass(frozen=True)
+class ValidationLosses:
+    """Mean losses over weighted tokens, in nats; None and {} without such tokens.
+
+    mean: over what all sources hold out together, or, if they hold out nothing, all sets
+    by_set: name → that of a set; a run's only source has no name, and is not among them
+    """
+
+    mean: float | None
+    by_set: Mapping[str, float]
+
+
 class Evaluation:
-    """The mean loss over held-out batches. The program is compiled by `start_compiling`, or when
-    `loss` is first called.
+    """The mean losses over validation sets. One program serves all of them. It is compiled by
+    `start_compiling`, or when `losses` is first called.
 
     Args:
       evaluate: (params, batch) → Losses, jitted: Step.evaluate.
       params: the parameters as ShapeDtypeStructs with shardings.
       batch: a batch's arrays as ShapeDtypeStructs with shardings.
-      batches: gives the batches of the validation split, from the first one.
+      sets: name → function that gives the batches of a validation set, from the first one.
+      held_out: the names of those that sources hold out.
       executor: its thread compiles the program.
     """
 
@@ -28,11 +43,12 @@ class Evaluation:
         evaluate: Wrapped,
         params: Any,
         batch: Mapping[str, jax.ShapeDtypeStruct],
-        batches: Callable[[], Iterable[Mapping[str, jax.Array]]],
+        sets: Mapping[str, Callable[[], Iterable[Mapping[str, jax.Array]]]],
+        held_out: Collection[str],
         executor: concurrent.futures.Executor,
     ):
         self._evaluate, self._params, self._batch = evaluate, params, batch
-        self._batches, self._executor = batches, executor
+        self._sets, self._held_out, self._executor = sets, held_out, executor
         self._compiling: concurrent.futures.Future[Compiled] | None = None
         self._has_run = False
 
@@ -42,11 +58,22 @@ class Evaluation:
         self._compiling = self._executor.submit(cluster.compile_everywhere, "evaluation", lowered)
         return self._compiling
 
-    def loss(self, params: dict) -> float | None:
-        """The mean loss over the weighted tokens of all batches, in nats; None if there are
-        none."""
+    def losses(self, params: dict) -> ValidationLosses:
+        """The losses of all sets with these parameters."""
+        of_batches = {
+            name: self._dispatch(params, batches()) for name, batches in self._sets.items()
+        }
+        # From here on the host waits. After the first batch it has only dispatched.
+        means = {name: _mean(losses) for name, losses in of_batches.items()}
+        mean = _mean([*itertools.chain(*(of_batches[name] for name in self._held_out))])
+        if mean is None:
+            mean = _mean([*itertools.chain(*of_batches.values())])
+        return ValidationLosses(mean, {k: v for k, v in means.items() if k and v is not None})
+
+    def _dispatch(self, params: dict, batches: Iterable[Mapping[str, jax.Array]]) -> list[Losses]:
+        """The losses of batches, which the devices may still compute."""
         losses: list[Losses] = []
-        for batch in self._batches():
+        for batch in batches:
             compiled = (self._compiling or self.start_compiling()).result()
             if not self._has_run:
                 # A GPU loads cuDNN's kernels when the program first runs. On an H200 that failed
@@ -56,9 +83,12 @@ class Evaluation:
             if not self._has_run:
                 jax.block_until_ready(losses)
                 self._has_run = True
-        tokens = [float(batch.tokens) for batch in losses]
-        # From here on the host waits. After the first batch it has only dispatched.
-        if not sum(tokens):
-            return None
-        weighted = [float(batch.loss) * n for batch, n in zip(losses, tokens, strict=True)]
-        return sum(weighted) / sum(tokens)
+        return losses
+
+
+def _mean(losses: Sequence[Losses]) -> float | None:
+    """The mean over all weighted tokens; None without any."""
+    tokens = [float(batch.tokens) for batch in losses]
+    if not sum(tokens):
+        return None
+    return sum(float(batch.loss) * n for batch, n in zip(losses, tokens, strict=True)) / sum(tokens)

@@ -15,11 +15,12 @@ import numpy as np
 from jaxtrain.devices import cluster
 from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.intervals import Intervals
-from jaxtrain.run.metrics import METRICS, MetricsWriter
+from jaxtrain.run.metrics import METRICS, VALIDATION_LOSS, MetricsWriter
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import STEPS, Phase, WallClock, start_line, start_record
+from jaxtrain.training.evaluation import ValidationLosses
 from jaxtrain.training.one_step import StepMetrics, combine_replicas
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
@@ -138,11 +139,14 @@ class Reporter:
         steps, self._pending = self._pending, ()
         return self._report_all(steps, together=True, stopping=stopping)
 
-    def validation(self, at: int, loss: float | None) -> None:
-        """Logs and shows a validation loss in nats a token, if there is one."""
-        if loss is not None:
-            self.log.write(at, validation_loss=loss)
-            self.progress.log(f"step {at}: {METRICS['validation_loss'].line(loss)}")
+    def validation(self, at: int, losses: ValidationLosses) -> None:
+        """Logs and shows validation losses in nats a token, if there are any."""
+        if losses.mean is not None:
+            of_sets = {f"{VALIDATION_LOSS}/{name}": loss for name, loss in losses.by_set.items()}
+            self.log.write(at, **{VALIDATION_LOSS: losses.mean}, **of_sets)
+            sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.by_set.items())
+            line = METRICS[VALIDATION_LOSS].line(losses.mean)
+            self.progress.log(f"step {at}: {line}{sets and f' ({sets})'}")
 
     def saves(self, figures: Mapping[int, Mapping[str, float]]) -> None:
         """Logs, by step, the seconds that completed saves took and blocked the loop."""

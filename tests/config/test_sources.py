@@ -1,6 +1,7 @@
 """Sources: the files that a file, a folder, a pattern or `stdlib` names, in their order; what is
 passed over and said; and what is refused."""
 
+import json
 import os
 import pathlib
 import pkgutil
@@ -266,12 +267,109 @@ def test_a_folder_without_files(write, tmp_path):
 def test_a_token_file_among_others(write):
     write("d/a.txt", "d/x.npy.gz")
     assert refusal("d") == refusal("d/*").replace("'d/*'", "'d'")
-    assert refusal("d").startswith(
-        "data.source='d' holds token files (x.npy.gz), of which each is a corpus by itself: "
+    rename = "let the names of those that are not meant begin with _ or ., or name a pattern"
+    assert refusal("d") == (
+        f"data.source='d' holds token files (x.npy.gz) beside others (a.txt): {rename}"
     )
-    assert refusal("d").endswith(": let their names begin with _ or ., or name one")
     os.rename("d/x.npy.gz", "d/_x.npy.gz")
     assert names_of("d") == ["d/a.txt"]
+    write("e/a.npy", "e/b.bin")
+    assert refusal("e").startswith(
+        "data.source='e' holds token files of several formats, tokens (.npy): "
+    )
+    assert names_of("e/*.bin") == ["e/b.bin"]
+
+
+# --- Megatron's pairs and saved datasets ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["m/a.bin", "m/a.idx", "m/a", "m", "m/*", "m/*.bin", "m/*.idx", "m/[a]", "**/a.bin"]
+)
+def test_a_megatron_pair_has_many_names(write, name):
+    write("m/a.bin", "m/a.idx")
+    source = sources.find(name)
+    assert [file.format for file in source.files] == ["megatron", "idx"]
+    assert names_of(name) == ["m/a.bin", "m/a.idx"]
+    assert [file.path for file in source.token_files] == [os.path.abspath("m/a.bin")]
+    assert sources.holds_tokens(name) and sources.formats(name) == {"megatron", "idx"}
+
+
+def test_pairs_that_are_not_complete(write):
+    write("m/a.bin", "m/a.idx", "m/b.idx", "n/a.bin", "n/a.idx", "n/b.bin")
+    assert refusal("m").endswith(
+        f"has the index {os.path.abspath('m/b.idx')} without its tokens, "
+        f"{os.path.abspath('m/b.bin')}"
+    )
+    with pytest.raises(ConfigError, match=r"without its tokens, \S+/m/b\.bin$"):
+        sources.find("m/b.idx")
+    assert "tokens (.bin): " in refusal("n") and "Megatron (.bin with .idx): " in refusal("n")
+    assert names_of("n/b.bin") == ["n/b.bin"] and sources.formats("n/b.bin") == {"bin"}
+
+
+def saved(folder, *files, state=None):
+    """Writes what datasets' save_to_disk writes beside the data files."""
+    os.makedirs(folder, exist_ok=True)
+    for file in files:
+        pathlib.Path(folder, file).write_text("x")
+    content = {"_data_files": [{"filename": file} for file in files], "_split": "train"}
+    pathlib.Path(folder, sources.STATE).write_text(json.dumps(content) if state is None else state)
+    pathlib.Path(folder, sources.INFO).write_text("{}")
+
+
+def test_saved_datasets_have_the_order_of_their_state(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved("d/two", "z.arrow", "a.arrow")
+    saved("d/one", "b.arrow")
+    assert names_of("d/two") == ["d/two/z.arrow", "d/two/a.arrow"]
+    assert names_of("d") == names_of("d/*") == ["d/one/b.arrow", *names_of("d/two")]
+    assert names_of("d/**/*.arrow") == ["d/one/b.arrow", "d/two/a.arrow", "d/two/z.arrow"]
+    write("d/one/stray.arrow", "d/one/notes.txt")
+    assert names_of("d/one") == ["d/one/b.arrow"]
+    assert sources.find("d/one").lines() == [
+        "data.source=d/one: read 1 .arrow",
+        "  not named by a state.json, and left out: stray.arrow",
+    ]
+    write("cache/imdb-train.arrow", "cache/dataset_info.json")
+    assert names_of("cache") == ["cache/imdb-train.arrow"]
+
+
+@pytest.mark.parametrize(
+    "state, says",
+    [
+        ({"_data_files": [{"filename": "b.arrow"}]}, "names b.arrow, which is not there"),
+        ({"_data_files": [{"filename": "../d/a.arrow"}]}, "names ../d/a.arrow, which is not there"),
+        ({"_data_files": [{"filename": "a.arrow"}] * 2}, "names a file twice"),
+        ({"_data_files": [{"filename": [1]}]}, "names [1], which is not there"),
+        ({"_data_files": "a.arrow"}, "which is not as datasets' save_to_disk writes it"),
+        ({"_data_files": None}, "which is not as datasets' save_to_disk writes it"),
+        ([], "which is not as datasets' save_to_disk writes it"),
+    ],
+)
+def test_a_state_that_does_not_match(tmp_path, monkeypatch, state, says):
+    monkeypatch.chdir(tmp_path)
+    saved("d", "a.arrow", state=json.dumps(state))
+    assert says in refusal("d") and os.path.abspath("d/state.json") in refusal("d")
+    pathlib.Path("d/state.json").write_text("[" * 100_000)
+    assert "which is not as datasets' save_to_disk writes it" in refusal("d")
+
+
+def test_a_dict_of_datasets_names_its_splits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "test"):
+        saved(f"d/{split}", "a.arrow")
+    pathlib.Path("d", sources.SPLITS).write_text('{"splits": ["train", "test"]}')
+    message = refusal("d")
+    assert "use --config.data.source=" in message and os.path.abspath("d/train") in message
+    assert names_of("d/train") == names_of("d/tr*") == ["d/train/a.arrow"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.array_record-00003-of-00008", "a.arrayrecord", "A.ARRAY_RECORD"]
+)
+def test_shards_end_in_their_numbers(name):
+    assert sources.format_of(name) == "array_record"
+    assert sources.format_of("a.jsonl-00000-of-00002") == "jsonl"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "/dev/zero", "/dev/null"])

@@ -27,6 +27,7 @@ def config(tmp_path):
             "batch_size": 8,
             "seed": 0,
             "attend_across_documents": True,
+            "packing": "stream",
             "loss_mask": (),
             "text_fields": ("text",),
             "validation_fraction": 0.1,

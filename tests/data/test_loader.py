@@ -282,11 +282,12 @@ process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.a
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 import numpy as np
 from jaxtrain.data import document_packing, loader
-    from jaxtrain.data.preparing import prepare as tokens
+from jaxtrain.data.preparing import prepare as tokens
 data = types.SimpleNamespace(
     source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0,
-    attend_across_documents=True, prefetch=2, loss_mask=("q",), text_fields=("q", "text"),
-    validation_fraction=0.1, bad_records="stop", token_dtype="uint16", cache=cache,
+    attend_across_documents=True, packing="stream", prefetch=2, loss_mask=("q",),
+    text_fields=("q", "text"), validation_fraction=0.1, bad_records="stop", token_dtype="uint16",
+    cache=cache,
 )
 corpus = tokens.prepare(data, 257, progress=False)
 read, seen = document_packing.Sequences.__getitem__, []

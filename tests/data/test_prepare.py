@@ -22,7 +22,7 @@ import tokenizers
 from jaxtrain.config.sources import Source
 from jaxtrain.data import corpus as corpora
 from jaxtrain.data.corpus import bigram_entropy
-from jaxtrain.data.preparing import cache as caches, encode, prepare as tokens
+from jaxtrain.data.preparing import cache as caches, encode, index_tokens, prepare as tokens
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.reading import compressed, documents, json_text
 from jaxtrain.data.reading.records import File
@@ -128,7 +128,7 @@ def test_large_vocabulary_takes_four_bytes(config, write, tokenizer_file):
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
 def test_raw_token_file(config, write, dtype, monkeypatch):
     ids = [1, 2, END, 3, END, 4, 5, 6, END, 9]
-    monkeypatch.setattr(tokens, "CHUNK", 4)
+    monkeypatch.setattr(index_tokens, "CHUNK", 4)
     path = write("a.bin", np.array(ids, "<" + np.dtype(dtype).str[1:]).tobytes())
     corpus = prepare(config(source=path, token_dtype=dtype), 257, progress=False)
     assert documents_of(corpus) == [[1, 2, END], [3, END], [4, 5, 6, END], [9]]
@@ -228,7 +228,7 @@ def test_a_vocabulary_that_uint16_cannot_hold(config, write, tmp_path, tokenizer
 
 
 def test_token_file_errors(config, write, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "CHUNK", 4)
+    monkeypatch.setattr(index_tokens, "CHUNK", 4)
     ids = np.arange(10, dtype=np.int64)
     for bad in (257, -1, 1 << 40):
         ids[7] = bad
@@ -374,7 +374,7 @@ def test_errors_leave_nothing(config, write, tmp_path):
         "data.tokenizer=none is for token files"
     )
     assert failure(config(source=text, loss_mask=("text",))).startswith(
-        "data.loss_mask=text names fields of JSON, JSONL, Parquet, and "
+        "data.loss_mask=text names fields of JSON, JSONL, Parquet, Arrow, ArrayRecord, and "
     )
     write("d/a.txt", "a")
     assert "would become part of it" in failure(
@@ -512,7 +512,7 @@ def test_source_that_changes_while_it_is_read(
     )
     for module, size in (
         (encode, "TASK"),
-        (tokens, "CHUNK"),
+        (index_tokens, "CHUNK"),
         (compressed, "BLOCK"),
         (documents, "BLOCK"),
         (json_text, "BLOCK"),
@@ -717,7 +717,7 @@ def test_content_decides(config, write, name, capsys, monkeypatch):
     said = [bool(re.match(taken + str(made["x"]), line)) for line in lines if "prepared " in line]
     assert said == [False, False, True]
     monkeypatch.setattr(tokens, "_tokenize", None)
-    monkeypatch.setattr(tokens, "_index", None)
+    monkeypatch.setattr(tokens, "index_tokens", None)
     for _ in range(2):
         assert prepare(config(source=source), 257, progress=False).folder == made["x"]
         monkeypatch.setattr(tokens, "_content", None)

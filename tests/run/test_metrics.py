@@ -241,12 +241,13 @@ def events(folder):
 
 def test_tensorboard_has_the_numbers_and_purges_what_is_done_again(tmp_path):
     writer = write(tmp_path, [1, 2], tensorboard=True)
-    writer.write(2, validation_loss=4.0, mfu=None)
+    writer.write(2, validation_loss=4.0, mfu=None, **{"validation_loss/web": 3.0})
     writer.close()
     expected = {
         "train/loss": [(1, 10.0), (2, 5.0)],
         "train/tokens": [(1, 100.0), (2, 200.0)],
         "validation/validation_loss": [(2, 4.0)],
+        "validation/validation_loss/web": [(2, 3.0)],
     }
     scalars = events(tmp_path)[1]
     walls = {group: scalars.pop(f"{group}/wall_s") for group in ("train", "validation")}
@@ -276,9 +277,13 @@ def test_the_plot_shows_both_curves(tmp_path, monkeypatch):
     )
     writer = write(tmp_path, [1, 2, 5])
     writer.write(2, loss=float("nan"))
-    writer.write(5, validation_loss=3.0)
+    writer.write(5, validation_loss=3.0, **{"validation_loss/web": 2.0})
     assert plot_losses(tmp_path) == tmp_path / "loss.png"
-    assert drawn == {"training": ((1, 2, 5), (10.0, 5.0, 2.0)), "validation": ((5,), (3.0,))}
+    assert drawn == {
+        "training": ((1, 2, 5), (10.0, 5.0, 2.0)),
+        "validation": ((5,), (3.0,)),
+        "validation, web": ((5,), (2.0,)),
+    }
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.config import Config, ConfigError
+from jaxtrain.config.phases import rate_lines, spans
 from jaxtrain.config.rules.checks import Environment, first_violation
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.preparing.prepare import prepare
@@ -38,6 +39,7 @@ BESIDE_THE_PROGRAM = (
     "data.source",
     "data.loss_mask",
     "data.text_fields",
+    "data.packing",
     "data.token_dtype",
     "data.validation_fraction",
 )
@@ -136,6 +138,7 @@ BASES = (
 TUPLES = {
     "model.pattern": [("nope", "full"), ("nope",)],
     "model.kinds": [("full.rotary_base=100",), ("full.norm_epsilon=0.1",)],
+    "train.phases": [("a.step=4", "a.batch_size=16"), ("a.step=6", "a.learning_rate_end=0")],
 }
 
 
@@ -209,6 +212,7 @@ def effects(config: Config) -> dict[str, Any]:
         "program": _program(cfg.replace(resolved, same_program)),
         "weights": (config.train.seed, config.model.init_std),
         "batches": _batches(config),
+        "spans": (spans(config), rate_lines(config)),
         "due": (due := _due(config)),
         "kept": _kept(config, due),
     }

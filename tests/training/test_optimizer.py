@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import OptimizerConfig
+from jaxtrain.config.phases import RateLine
 from jaxtrain.models.spec import Spec
 from jaxtrain.training.update.optimizer import Optimizer, learning_rate
 
@@ -48,6 +49,17 @@ def test_an_inverse_root_begins_at_the_peak_of_the_warm_up():
     np.testing.assert_allclose(got, noam / noam.max(), rtol=1e-6)
     got = rates(10, schedule="inverse_sqrt")
     np.testing.assert_allclose(got, [step**-0.5 for step in steps], rtol=1e-6)
+
+
+def test_phases_put_lines_in_the_place_of_the_schedule():
+    settings = OptimizerConfig(learning_rate=1.0, schedule="linear", final_fraction=0.0)
+    lines = (RateLine(4, 8, 0.2), RateLine(8, 10, 0.0))
+    rate = jax.jit(learning_rate(settings, 10, lines))
+    got = [float(rate(i)) for i in range(12)]
+    # update 3 has 0.7 of the schedule, from which the first line goes down to 0.2 in update 7
+    want = [1, 0.9, 0.8, 0.7, 0.575, 0.45, 0.325, 0.2, 0.1, 0, 0, 0]
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert got[7] == np.float32(0.2) and got[9] == 0
 
 
 SPECS = {

@@ -74,8 +74,15 @@ def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
 
 
 def validation_sets(data: DataConfig) -> tuple[MixtureSource, ...]:
-    """The sets of `data.validation`; the parts that sources hold out are not among them."""
-    return _named(data, data.validation)
+    """The sets of `data.validation`; the parts that sources hold out are not among them. A set is
+    its entire corpus, or the part that its own `validation_fraction` holds out."""
+    return _named(dataclasses.replace(data, validation_fraction=0.0), data.validation)
+
+
+def is_evaluated(data: DataConfig) -> bool:
+    """True if a run is evaluated: a source holds a part out, or there are sets of their own."""
+    held_out = any(source.data.validation_fraction for source in mixture_of(data))
+    return held_out or bool(data.validation)
 
 
 def _named(data: DataConfig, entries: tuple[str, ...]) -> tuple[MixtureSource, ...]:

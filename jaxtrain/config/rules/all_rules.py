@@ -3,11 +3,19 @@ rule may rely on the earlier ones, and the first broken one is reported. checks.
 that come before a config is filled in, and those of devices and checkpoints. Standard library
 only."""
 
-from jaxtrain.config.rules import mesh_rules, model_rules, pipeline_rules, run_rules
+from jaxtrain.config.rules import (
+    mesh_rules,
+    mixture_rules,
+    model_rules,
+    phase_rules,
+    pipeline_rules,
+    run_rules,
+)
 from jaxtrain.config.rules.rules import SettingsRule
 
 RULES: tuple[SettingsRule, ...] = (
     run_rules.own_code_exists,
+    phase_rules.phases_are_known,
     model_rules.latent_attention_is_complete,
     model_rules.heads_divide,
     model_rules.rotary_scaling_is_complete,
@@ -15,6 +23,7 @@ RULES: tuple[SettingsRule, ...] = (
     model_rules.one_norm_is_shared,
     model_rules.router_groups_divide,
     run_rules.sequence_fits,
+    mixture_rules.items_are_known,
     run_rules.data_has_fields,
     run_rules.own_loss_fits,
     run_rules.compiler_options_have_names,

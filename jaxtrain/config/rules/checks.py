@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, MeshedConfig, StoredConfig
-from jaxtrain.config.rules import kind_rules, mesh_rules, model_rules, resume
+from jaxtrain.config.rules import kind_rules, mesh_rules, model_rules, phase_rules, resume
 from jaxtrain.config.rules.all_rules import OF_OUR_PRODUCTS, RULES
 from jaxtrain.config.rules.field_rules import TRAINED, field_violation
 from jaxtrain.config.rules.kind_rules import violations
@@ -48,6 +48,7 @@ class Environment:
     devices:    the number of devices; platform: their platform by jax's name
     recipe:     the config before the command's flags, whose values are tried as fixes
     checkpoint: the config of the checkpoint that is resumed
+    position:   the number of its next batch
     rules:      further rules, for configs that keep all others (pipeline/run_checks.py)
     is_ours:    this trainer runs the config, and no other framework whose step is planned
     """
@@ -56,6 +57,7 @@ class Environment:
     platform: str = ""
     recipe: Config = dataclasses.field(default_factory=Config)
     checkpoint: StoredConfig | None = None
+    position: int = 0
     rules: tuple[SettingsRule, ...] = ()
     is_ours: bool = True
 
@@ -79,10 +81,12 @@ def check_devices(config: Config, device_count: int, platform: str = "gpu") -> M
     return mesh_rules.on_mesh(config, device_count)
 
 
-def check_resume(stored: StoredConfig, config: Config, environment: Environment = UNKNOWN) -> None:
+def check_resume(
+    stored: StoredConfig, config: Config, environment: Environment = UNKNOWN, position: int = 0
+) -> None:
     """Raises ConfigError naming the first field in which a config may not differ from the `stored`
-    one of the checkpoint that it resumes."""
-    environment = dataclasses.replace(environment, checkpoint=stored)
+    one of the checkpoint that it resumes. position: the number of the checkpoint's next batch"""
+    environment = dataclasses.replace(environment, checkpoint=stored, position=position)
     # tables take long, and a run's have been made
     if first_violation(config, dataclasses.replace(environment, rules=())):
         check(config, environment)
@@ -114,15 +118,18 @@ def _violations(
         yield from of_model(config.model)
     sized = mesh_rules.filled(config, environment.devices)
     complete = sized.fill()
-    for rule in RULES:
-        if environment.is_ours or rule not in OF_OUR_PRODUCTS:
-            yield from violations(rule, complete)
+    rules = [rule for rule in RULES if environment.is_ours or rule not in OF_OUR_PRODUCTS]
+    for rule in rules:
+        yield from violations(rule, complete)
+    # Of the environment's rules those of layers read the sizes of a batch; tables do not.
+    of_layers = [rule for rule in environment.rules if {"model", "data"} <= {*groups_of(rule)}]
+    yield from phase_rules.of_spans([*rules, *of_layers], complete)
     if environment.devices is not None:
         yield from mesh_rules.mesh_uses_devices(sized.mesh, environment.devices)
     on_platform = lambda model: model_rules.kernel_is_of_platform(model, environment.platform)
     yield from kind_rules.of_kinds(on_platform, config.model)
     if environment.checkpoint:
-        yield from resume.violations(complete, environment.checkpoint)
+        yield from resume.violations(complete, environment.checkpoint, environment.position)
     for rule in environment.rules:
         yield from violations(rule, complete)
 

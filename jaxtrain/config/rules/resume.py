@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 from jaxtrain.config import FilledConfig, ResolvedConfig, StoredConfig, fields, get, value_text
 from jaxtrain.config.optimizers import record_of
+from jaxtrain.config.phases import span_at, spans
+from jaxtrain.config.rules.phase_rules import PHASES, SIZES
 from jaxtrain.config.rules.rules import Violation
 
 # Fixed: what the parameters' shapes, the model's function, the data's position and the optimizer's
@@ -20,6 +22,7 @@ _FREE = (
     "model.mtp_weight",
     "data.cache",
     "data.prefetch",
+    "data.validation",
     # the corpus's checksum says whether these matter
     "data.source",
     "data.bad_records",
@@ -31,9 +34,12 @@ _FREE = (
 CANNOT = "cannot continue a checkpoint"
 
 
-def violations(config: FilledConfig, stored: StoredConfig) -> Iterator[Violation]:
+def violations(
+    config: FilledConfig, stored: StoredConfig, position: int = 0
+) -> Iterator[Violation]:
     """The fields in which a config may not differ from that of the checkpoint which it resumes,
-    data's first, for model.max_positions follows data.sequence_length."""
+    data's first, for model.max_positions follows data.sequence_length. position: the number of the
+    checkpoint's next batch"""
     free = {*_FREE}
     if config.model.positions == "rotary":
         free.add("model.max_positions")
@@ -49,7 +55,24 @@ def violations(config: FilledConfig, stored: StoredConfig) -> Iterator[Violation
         value = get(stored, path)
         matters = path in fixed or (path.startswith(("model.", "data.")) and path not in free)
         if matters and value != get(config, path):
-            yield Violation(path, f"{CANNOT} of {path}={value!r}", [{path: value}])
+            name, size = f"from_{position}", path.partition(".")[2]
+            phase = (f"{name}.step={position}", f"{name}.{size}={get(config, path)}")
+            later = {path: value, PHASES: (*config.train.phases, *phase)}
+            fixes = [*[later] * (path in SIZES), {path: value}]
+            yield Violation(path, f"{CANNOT} of {path}={value!r}", fixes)
+    yield from _violations_of_phases(config, stored, position)
+
+
+def _violations_of_phases(
+    config: FilledConfig, stored: StoredConfig, position: int
+) -> Iterator[Violation]:
+    """Batches that the checkpoint has seen have the sizes and weights with which it saw them."""
+    before, now = spans(stored), spans(config)
+    for batch in sorted({span.begin for span in (*before, *now) if span.begin < position}):
+        old, new = span_at(before, batch).describe(), span_at(now, batch).describe()
+        if old.partition(" in phase ")[0] != new.partition(" in phase ")[0]:
+            rule = f"{CANNOT} of {position} batches: batch {batch} has {new}, and had {old}"
+            yield Violation(PHASES, rule, [{PHASES: stored.train.phases}])
 
 
 def changes(stored: StoredConfig, config: ResolvedConfig) -> list[str]:

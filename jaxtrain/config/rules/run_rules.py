@@ -19,9 +19,11 @@ from jaxtrain.config import (
     own_code,
     sources,
 )
+from jaxtrain.config.groups.mixture_settings import is_evaluated
 from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.config.own_code import OwnCodeError
+from jaxtrain.config.rules.mixture_rules import of_corpora
 from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -86,9 +88,20 @@ def sequence_fits(
 def data_has_fields(
     data: DataConfig, model: ResolvedModel, train: TrainConfig
 ) -> Iterator[Violation]:
+    yield from of_corpora(lambda each: _corpus_fits(each, model), data)
+    if train.eval_every and not is_evaluated(data):
+        yield Violation(
+            "train.eval_every",
+            "needs held-out data, and data.validation_fraction=0",
+            [{"train.eval_every": 0}],
+        )
+
+
+def _corpus_fits(data: DataConfig, model: ResolvedModel) -> Iterator[Violation]:
+    """The rules of a corpus. data: of a source or a validation set"""
     mask, read = data.loss_mask, data.text_fields
-    from_bytes = data.tokenizer == "bytes" and not sources.holds_tokens(data.source)
-    if from_bytes and model.vocab_size < BYTE_VOCABULARY:
+    too_small = data.tokenizer == "bytes" and model.vocab_size < BYTE_VOCABULARY
+    if too_small and not sources.holds_tokens(data.source):
         yield Violation(
             "model.vocab_size",
             f"is too small for data.tokenizer='bytes', which has {BYTE_VOCABULARY} tokens",
@@ -109,12 +122,6 @@ def data_has_fields(
             "data.loss_mask",
             "names all of data.text_fields: no token would have a loss",
             [{"data.loss_mask": mask[:-1]}],
-        )
-    if train.eval_every and not data.validation_fraction > 0:
-        yield Violation(
-            "train.eval_every",
-            "needs held-out data, and data.validation_fraction=0",
-            [{"train.eval_every": 0}],
         )
 
 

@@ -30,9 +30,11 @@ from jaxtrain.config.groups.layer_kinds import (
     of_kind,
     parse_entry,
 )
+from jaxtrain.config.groups.mixture_settings import is_evaluated
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import READS, record_of
+from jaxtrain.config.rules import phase_rules
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.config.rules.model_rules import OF_EXPERTS
 from jaxtrain.config.saved_values import MLP_OUT, ON_HOST, names_of, names_on_host
@@ -293,7 +295,7 @@ USES = (
     ),
     Use(
         ["data.token_dtype"],
-        lambda c: sources.format_of(c.data.source) == "bin",
+        lambda c: "bin" in sources.formats(c.data.source),
         lambda c: f"with data.source={c.data.source!r}",
     ),
     Use(
@@ -303,7 +305,7 @@ USES = (
     ),
     Use(
         ["train.eval_batches", "checkpoint.keep_best"],
-        lambda c: c.data.validation_fraction,
+        lambda c: is_evaluated(c.data),
         lambda c: "with data.validation_fraction=0",
     ),
     *(
@@ -427,6 +429,7 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
         *_more_layers_than_there_are(config.pipeline, config.model, config.mesh.stage),
         *_names_without_use(config.pipeline, config.parallel, config.model),
         *_kinds_without_use(config),
+        *phase_rules.notes(config),
     ]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.reading.joined import Joined
 from jaxtrain.data.tokenizer import Tokenizer
 
 SAMPLE = 1 << 20  # numbers examined
@@ -12,7 +13,7 @@ LEAST = 64  # so many do not alternate with zeros by chance
 FEW = 16  # ids of which a small corpus may be made that alternates with zeros
 
 
-def notes(ids: np.ndarray, documents: int, data: Any, tokenizer: Tokenizer) -> list[str]:
+def notes(ids: np.ndarray | Joined, documents: int, data: Any, tokenizer: Tokenizer) -> list[str]:
     """Notes about ids [n] of so many documents, which a config's `data` group has prepared."""
     lines, end, name = [], tokenizer.end_of_document, f"data.source={data.source}"
     if wider := _wider_type(ids):
@@ -21,7 +22,8 @@ def notes(ids: np.ndarray, documents: int, data: Any, tokenizer: Tokenizer) -> l
             f"so, read it with --config.data.token_dtype={wider} (an .npy file: write it as such)"
         )
     if not data.attend_across_documents and documents == 1:
-        why = "" if ids[-1] == end else f", in which id {end} would end documents and is not"
+        last = ids[len(ids) - 1 :][0]
+        why = "" if last == end else f", in which id {end} would end documents and is not"
         if end is None:
             why = f", for data.tokenizer={data.tokenizer} has no id that ends documents"
         lines.append(
@@ -30,13 +32,13 @@ def notes(ids: np.ndarray, documents: int, data: Any, tokenizer: Tokenizer) -> l
     return [f"note: {line}" for line in lines]
 
 
-def _wider_type(ids: np.ndarray) -> str:
+def _wider_type(ids: np.ndarray | Joined) -> str:
     """The integer type of which the numbers [n] seem to be halves or quarters; "" if none."""
     sample = np.array(ids[: min(SAMPLE, len(ids) // 8 * 8)], ids.dtype.newbyteorder("<"))
-    size = ids.itemsize
+    size = ids.dtype.itemsize
     while size < 8 and len(sample) >= LEAST and ids.nbytes % (2 * size) == 0:
         low, high = sample.view(f"<u{size}").reshape(-1, 2).T
         if high.any() or low.max() < FEW:
             break
         size *= 2
-    return f"uint{8 * size}" if size > ids.itemsize else ""
+    return f"uint{8 * size}" if size > ids.dtype.itemsize else ""

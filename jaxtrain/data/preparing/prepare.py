@@ -19,11 +19,11 @@ on settings:
 A source is read to know its content if its files are not known. Prepared files that were written or
 copied since are read, too, and compared with the checksums.
 
-A token file is checked and indexed where it lies; a compressed one is decompressed into the folder.
-Everything is streamed: memory does not grow with the corpus. reading/ reads files, token_files.py
-those that hold tokens, encode.py encodes documents, corpus_writer.py writes the folder, split.py
-holds documents out, document_packing.py cuts sequences, cache.py has the cache's folders. `data`
-below is the config's group of that name.
+Token files are checked and indexed where they lie; compressed ones are decompressed into the
+folder. Everything is streamed: memory does not grow with the corpus. reading/ reads files,
+token_files.py those that hold tokens, index_tokens.py finds their documents, encode.py encodes
+documents, corpus_writer.py writes the folder, split.py holds documents out, document_packing.py
+cuts sequences, cache.py has the cache's folders. `data` below is the config's group of that name.
 """
 
 import concurrent.futures
@@ -51,17 +51,14 @@ from jaxtrain.data.preparing.corpus_writer import (
     corpus_checksum,
 )
 from jaxtrain.data.preparing.encode import cores, encode
+from jaxtrain.data.preparing.index_tokens import index_tokens
 from jaxtrain.data.preparing.notes import notes
 from jaxtrain.data.reading import documents
+from jaxtrain.data.reading.array_records import kinds_line
 from jaxtrain.data.reading.bad_records import Skipped
-from jaxtrain.data.reading.compressed import is_compressed, unpack
-from jaxtrain.data.reading.token_files import (
-    fitting_dtype,
-    id_beyond_vocabulary,
-    map_tokens,
-    token_dtype_of,
-    token_path,
-)
+from jaxtrain.data.reading.compressed import is_compressed
+from jaxtrain.data.reading.joined import Joined, parts_of
+from jaxtrain.data.reading.token_files import fitting_dtype, map_source, map_tokens, token_dtype_of
 from jaxtrain.data.tokenizer import (
     DataError,
     NoTokenizer,
@@ -93,7 +90,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         source = sources.find(data.source)
         _check(data, source, tokenizer)
         if progress:
-            streams.log(*source.lines(), marks_line(tokenizer))
+            streams.log(*source.lines(), *kinds_line(source.files), marks_line(tokenizer))
         name = source.name if source.name == sources.STDLIB else source.root.name
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:40]
         key = functools.partial(_key, data, source, tokenizer)
@@ -107,7 +104,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
 
         def make(temporary: pathlib.Path) -> None:
             try:
-                fill = _index if source.holds_tokens else _tokenize
+                fill = index_tokens if source.holds_tokens else _tokenize
                 fill(temporary, data, source, tokenizer, progress)
             except (DataError, OSError) as error:
                 of_cache = isinstance(error, OSError) and cache.refusal(error, root)
@@ -241,19 +238,22 @@ def _open(
         if (folder.name, checksum) != (info["of"], info["checksum"]):
             return None
         if source.holds_tokens:
-            ids = map_tokens(source.files[0], token_path(folder, source.files[0]), data.token_dtype)
+            ids = map_source(folder, source, data.token_dtype)
         else:
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
         mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
         arrays: dict[str, Any] = {"tokens": ids, "documents": documents, "mask": mask}
-        paths = {name: pathlib.Path(arrays[name].filename) for name in parts}
         changed = [
             name
-            for name, path in paths.items()
-            if path.parent == folder and os.stat(path).st_ctime_ns > written
+            for name in parts
+            if any(
+                pathlib.Path(part.filename).parent == folder
+                and os.stat(part.filename).st_ctime_ns > written
+                for part in parts_of(arrays[name])
+            )
         ]
-        if any(hashlib.sha256(arrays[name]).hexdigest() != parts[name] for name in changed):
+        if any(_digest(arrays[name]) != parts[name] for name in changed):
             return None
         if changed:
             with contextlib.suppress(OSError):  # of a cache that may not be written
@@ -274,6 +274,14 @@ def _open(
         skipped,
         prepared,
     )
+
+
+def _digest(array: np.memmap | Joined) -> str:
+    """The sha256 of an array of a corpus, as hexadecimal."""
+    digest = hashlib.sha256()
+    for first in range(0, len(array), CHUNK):
+        digest.update(np.ascontiguousarray(array[first : first + CHUNK]).data)
+    return digest.hexdigest()
 
 
 def _tokenize(
@@ -320,47 +328,3 @@ def _tokenize(
             **left_out,
         )
         shown.finish(n, count)
-
-
-def _index(
-    folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool
-) -> None:
-    """Checks the ids of a token file and writes the places of its documents. A document ends with
-    the end-of-document id, or at the end of the file."""
-    file = source.files[0]
-    if is_compressed(file.path):
-        unpack(file.path, folder / f"source.{file.format}")
-    path = token_path(folder, file)
-    ids = map_tokens(file, path, data.token_dtype)
-    end, count = tokenizer.end_of_document, 0
-    with (
-        contextlib.closing(CorpusWriter(folder)) as writer,
-        contextlib.closing(ReadingProgress(source.root.name, ids.nbytes, progress)) as shown,
-        path.open("rb") as stream,
-    ):
-        writer.append("documents", np.zeros(1, "<i8"))
-        stream.seek(ids.offset)
-        # read, not mapped: the process would die if a mapped file were cut short meanwhile
-        for first in range(0, len(ids), CHUNK):
-            chunk = np.fromfile(stream, ids.dtype, min(CHUNK, len(ids) - first))
-            if first + len(chunk) < min(first + CHUNK, len(ids)):
-                raise _changed(data)
-            bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
-            if len(bad):
-                where = f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]}"
-                raise id_beyond_vocabulary(where, ids, file.format != "npy", data, tokenizer)
-            writer.append("tokens", chunk, store=False)
-            ends = (
-                np.flatnonzero(chunk == end) + first + 1
-                if end is not None
-                else np.zeros(0, np.int64)
-            )
-            if first + len(chunk) == len(ids) and (not len(ends) or ends[-1] < len(ids)):
-                ends = np.append(ends, len(ids))
-            writer.append("documents", ends.astype("<i8"))
-            count += len(ends)
-            shown.update(chunk.nbytes, chunk.nbytes)
-        writer.finish(
-            tokenizer, dtype=ids.dtype.str, tokens=len(ids), documents=count, masked=False
-        )
-        shown.finish(len(ids), count)

@@ -5,11 +5,18 @@ import dataclasses
 import pathlib
 
 from jaxtrain.data.tokenizer import DataError
+from jaxtrain.run.exit_status import ExitStatus
 
 # the remedy of records that lack the fields, or text in them
 SET_FIELDS = "set data.text_fields to fields of text (a list, such as a chat's messages, is none)"
 PLACES = 5  # the number of bad records whose messages are shown
 MOST_PLACES = 100_000  # the number of those whose messages a prepared corpus has
+
+
+class FileError(DataError):
+    """A file of a source that is damaged, or does not match the others of its source."""
+
+    status = ExitStatus.BAD_CONFIG
 
 
 class BadRecord(DataError):
@@ -21,6 +28,8 @@ class BadRecord(DataError):
     rest of a file whose records cannot be counted.
     """
 
+    refused_by: type[DataError] = DataError
+
     def __init__(self, where: str, what: str, fix: str = "", settings: str = "", records: int = 1):
         self.place, self.fix, self.settings = f"{where}: {what}", fix, settings
         self.records = records
@@ -31,9 +40,18 @@ class BadRecord(DataError):
         that would leave out all records. any_read: other records were read."""
         fix = f"use {self.settings}" if self.settings and not any_read else self.fix
         if (self.settings or self.fix == SET_FIELDS) and not any_read:
-            return DataError(f"{self.place}: {fix}")
+            return self.refused_by(f"{self.place}: {fix}")
         skip = "use --config.data.bad_records=skip to leave out what cannot be read"
-        return DataError(f"{self.place}: {fix}, or {skip}" if fix else f"{self.place}: {skip}")
+        return self.refused_by(
+            f"{self.place}: {fix}, or {skip}" if fix else f"{self.place}: {skip}"
+        )
+
+
+class DamagedFile(BadRecord):
+    """Content that is not what a file of its format has: it is cut short, damaged, or another
+    format's."""
+
+    refused_by = FileError
 
 
 @dataclasses.dataclass

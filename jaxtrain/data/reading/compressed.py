@@ -8,17 +8,19 @@ bzip2 or xz for the end of the file; here it is an error. No file is ever in mem
 """
 
 import bz2
+import contextlib
 import io
 import lzma
 import os
 import pathlib
 import shutil
+import tempfile
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
 
 from jaxtrain.config.sources import COMPRESSIONS
-from jaxtrain.data.reading.bad_records import BadRecord
+from jaxtrain.data.reading.bad_records import DamagedFile
 
 BLOCK = 1 << 20  # bytes read, and at most decompressed, at a time
 MAGIC = {
@@ -40,10 +42,16 @@ ARCHIVES = {"a tar archive": (257, b"ustar"), "a zip archive": (0, b"PK\x03\x04"
 TOO_WIDE = "requires too much memory"  # in what zstd says of a window that it does not take unasked
 
 
+def open_input(path: str) -> BinaryIO:
+    """A file of a source, open for reading and seeking, without a buffer: all readers but those
+    that take a path (`plain_file`) open files here."""
+    return open(path, "rb", buffering=0)  # type: ignore[return-value]
+
+
 class Reader(io.BufferedReader):
     """The bytes of a file, decompressed; read it by blocks or by lines.
 
-    Raises BadRecord where compressed content is damaged or cut short, after the text before that
+    Raises DamagedFile where compressed content is damaged or cut short, after the text before that
     place was read, and for archives of files.
     """
 
@@ -55,7 +63,7 @@ class Reader(io.BufferedReader):
         for archive, (place, mark) in ARCHIVES.items():
             if head.startswith(mark, place):
                 self.close()
-                raise BadRecord(
+                raise DamagedFile(
                     path,
                     f"{archive}, not a text",
                     "unpack it into a folder, or let its name begin with _ or .",
@@ -69,8 +77,20 @@ class Reader(io.BufferedReader):
 
 def is_compressed(path: str) -> bool:
     """True if a file begins as compressed files do."""
-    with open(path, "rb", buffering=0) as file:
+    with open_input(path) as file:
         return bool(_compression(path, file.read(HEAD)))
+
+
+@contextlib.contextmanager
+def plain_file(path: str, scratch: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The path of a file's content, for libraries that read by a path: the file itself, or one in
+    the folder `scratch` while the context lasts, if it is compressed."""
+    if not is_compressed(path):
+        yield pathlib.Path(path)
+        return
+    with tempfile.NamedTemporaryFile(dir=scratch) as plain:
+        unpack(path, pathlib.Path(plain.name))
+        yield pathlib.Path(plain.name)
 
 
 def unpack(path: str, target: pathlib.Path) -> None:
@@ -114,7 +134,7 @@ class _Bytes(io.RawIOBase):
     _file: Any = None  # `close` also runs where the file could not be opened
 
     def __init__(self, path: str):
-        self._path, self._file = path, open(path, "rb", buffering=0)  # noqa: SIM115
+        self._path, self._file = path, open_input(path)
         head = self._file.read(HEAD)
         self._file.seek(0)
         self._kind = _compression(path, head)
@@ -149,13 +169,13 @@ class _Bytes(io.RawIOBase):
                 raise  # an error of the disk, not of the content
             reason = (str(error).strip().splitlines() or ["it ends too early"])[0]
             if TOO_WIDE in reason:
-                raise BadRecord(
+                raise DamagedFile(
                     self._path,
                     "its zstd content needs more than 128 MiB of memory to be decompressed (a "
                     "window of --long=28 or more)",
                     "compress it again with --long=27 or less",
                 ) from error
-            raise BadRecord(
+            raise DamagedFile(
                 self._path,
                 f"damaged or cut short: its {self._kind} content ends after "
                 f"{self._delivered:,} bytes of text, "
@@ -196,20 +216,20 @@ class _Bytes(io.RawIOBase):
 def _compression(path: str, head: bytes) -> str | None:
     """The compression of a file that begins with `head`, or None.
 
-    Raises BadRecord for content that is neither text nor what the suffix of its name promises.
+    Raises DamagedFile for content that is neither text nor what the suffix of its name promises.
     """
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             return kind
     claimed = COMPRESSIONS.get(os.path.splitext(path)[1].lower())
     if head and any(kind == claimed and magic.startswith(head) for magic, kind in MAGIC.items()):
-        raise BadRecord(
+        raise DamagedFile(
             path,
             f"cut short: it ends within the first bytes of a {claimed} file",
             "get the file again",
         )
     if claimed and b"\0" in head:
-        raise BadRecord(
+        raise DamagedFile(
             path,
             f"does not begin as a {claimed} file does, and is no text",
             "get it again, or rename it",

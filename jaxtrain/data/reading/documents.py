@@ -14,7 +14,7 @@ import pkgutil
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.config.sources import FORMATS, File, Source
-from jaxtrain.data.reading.bad_records import BadRecord, Skipped
+from jaxtrain.data.reading.bad_records import BadRecord, DamagedFile, Skipped
 from jaxtrain.data.reading.compressed import Reader
 from jaxtrain.data.reading.json_text import BYTE_ORDER_MARK
 from jaxtrain.data.reading.records import Runs, TextPiece, TextPieces, not_utf8
@@ -92,7 +92,7 @@ def unreadable_file(paths: Sequence[str]) -> BadRecord:
         what = "a link to nothing" if os.path.islink(paths[0]) else "it has gone"
     elif os.path.isdir(paths[0]):
         what = "a folder that may not be read"
-    return BadRecord(paths[0], f"{what}{_others(paths)}", RENAME)
+    return DamagedFile(paths[0], f"{what}{_others(paths)}", RENAME)
 
 
 def read_text(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
@@ -125,7 +125,7 @@ def _others(paths: Sequence[str]) -> str:
 
 
 def _is_empty(path: str, others: str = "") -> BadRecord:
-    return BadRecord(f"{path}:1", f"the file is empty{others}", RENAME)
+    return DamagedFile(f"{path}:1", f"the file is empty{others}", RENAME)
 
 
 def read_python(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:

@@ -1,10 +1,11 @@
-"""Files of records → documents: JSONL, JSON and Parquet, and the fields that `data.text_fields`
-names in them.
+"""Files of records → documents: JSONL, JSON, Parquet and Arrow, and the fields that
+`data.text_fields` names in them.
 
     JSONL    one record a line; blank lines are no records
     JSON     a list of records; or one record; or several, one after the other; or one a line, which
              is JSONL with another suffix
     Parquet  one record a row
+    Arrow    one record a row: a stream (datasets writes these) or a file with a footer
 
 A record is an object, and its text is the joined texts of its fields. A field's name may be a path:
 `doc.text` is the field `text` of `doc`, and `turns.0.text` the field `text` of the first item of
@@ -17,21 +18,23 @@ read, and raise one if the rest of the file cannot be read.
 
 import difflib
 import json
+import os
 import pathlib
 import re
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxtrain.config import suggestion
 from jaxtrain.config.sources import File
-from jaxtrain.data.reading.bad_records import SET_FIELDS, BadRecord
-from jaxtrain.data.reading.compressed import Reader, is_compressed, unpack
+from jaxtrain.data.reading.bad_records import SET_FIELDS, BadRecord, DamagedFile
+from jaxtrain.data.reading.compressed import Reader, is_compressed, open_input, plain_file
 from jaxtrain.data.reading.json_text import BYTE_ORDER_MARK, JsonText, JsonValue, items, values
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 SIMILAR = 0.75  # how alike a misspelt field and the field that is meant are at least
-PARQUET_ROWS = 256  # rows of a Parquet file read at a time
+ROWS = 256  # rows of a Parquet or Arrow file that are turned into records at a time
+ARROW_FILE = b"ARROW1"  # at both ends of an Arrow file with a footer
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of an Arrow stream
 MISSING = object()
 
 # (whether their tokens count in the loss, names of fields)
@@ -63,7 +66,7 @@ TextPieces = Iterator[TextPiece | BadRecord]
 def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a JSONL file."""
     with Reader(file.path) as stream:
-        yield from _documents(_lines(stream, file.path), "a line", runs, stream)
+        yield from documents_of(_lines(stream, file.path), "a line", runs, stream.taken)
 
 
 def _lines(stream: Reader, path: str) -> Iterator[JsonValue]:
@@ -72,10 +75,11 @@ def _lines(stream: Reader, path: str) -> Iterator[JsonValue]:
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
         if line.strip():
-            yield _parse(line, f"{path}:{number}")
+            yield parse(line, f"{path}:{number}")
 
 
-def _parse(line: bytes, where: str) -> JsonValue:
+def parse(line: bytes, where: str) -> JsonValue:
+    """The JSON value of a line, or the error of a bad one."""
     try:
         text = line.decode().rstrip()
         return where, text, json.loads(text)
@@ -88,9 +92,13 @@ def _parse(line: bytes, where: str) -> JsonValue:
         return BadRecord(where, f"JSON that cannot be read: {str(error).splitlines()[0]}")
 
 
-def _documents(entries: Iterator[JsonValue], what: str, runs: Runs, stream: Reader) -> TextPieces:
-    """The pieces of values that must be objects, and the errors of those that are bad. what: a
-    value, in words"""
+def documents_of(
+    entries: Iterator[JsonValue], what: str, runs: Runs, taken: Callable[[], int]
+) -> TextPieces:
+    """The pieces of values that must be objects, and the errors of those that are bad.
+
+    what: a value, in words; taken: returns the bytes of the file that were read since its last
+    call."""
     for entry in entries:
         try:
             if isinstance(entry, BadRecord):
@@ -99,7 +107,7 @@ def _documents(entries: Iterator[JsonValue], what: str, runs: Runs, stream: Read
             text.encode()  # fails where a byte of the file was not UTF-8
             if not isinstance(record, dict):
                 raise BadRecord(where, f"{what} must be a JSON object, not {_kind(record)}")
-            document = list(_document(record, runs, where, stream.taken()))
+            document = list(_document(record, runs, where, taken()))
             # Half of a surrogate pair has no encoding, and only an escape can bring it into
             # decoded UTF-8.
             if "\\u" in text and any(SURROGATE.search(piece.text) for piece in document):
@@ -143,7 +151,7 @@ def read_json(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
                 f"not {kind}",
             )
         entries = items(text) if opening == "[" else values(text)
-        yield from _documents(entries, "a record", runs, stream)
+        yield from documents_of(entries, "a record", runs, stream.taken)
 
 
 def _has_records_as_lines(path: str) -> bool:
@@ -160,21 +168,17 @@ def _has_records_as_lines(path: str) -> bool:
         return "\n" not in raw and not text.rest_of_line.strip()
 
 
-# --- Parquet --------------------------------------------------------------------------------------
+# --- Parquet and Arrow ----------------------------------------------------------------------------
 
 
 def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a Parquet file. A compressed one is decompressed into `scratch` before, since
     its parts are not read in their order."""
-    if not is_compressed(file.path):
-        yield from _rows(file, pathlib.Path(file.path), runs)
-        return
-    with tempfile.NamedTemporaryFile(dir=scratch) as plain:
-        unpack(file.path, pathlib.Path(plain.name))
-        yield from _rows(file, pathlib.Path(plain.name), runs)
+    with plain_file(file.path, scratch) as path:
+        yield from _parquet_rows(file, path, runs)
 
 
-def _rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
+def _parquet_rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
     """The records of a Parquet file, which lies at `path`, decompressed. If a page is damaged, the
     rest of its row group is lost."""
     # Half a second to import, and needed by few: not at the top.
@@ -185,51 +189,102 @@ def _rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
     errors = (pyarrow.ArrowException, OSError)
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as parquet:
-            columns = _columns(file.path, parquet, runs)
-            size = file.size // max(1, parquet.metadata.num_rows)
+            count = parquet.metadata.num_rows
+            batches = parquet.iter_batches(batch_size=1)
+            columns = _columns(file.path, parquet.schema_arrow, batches, count, runs)
+            size = file.size // max(1, count)
             for group in range(parquet.num_row_groups):
                 row, end = end, end + parquet.metadata.row_group(group).num_rows
                 try:
-                    for batch in parquet.iter_batches(PARQUET_ROWS, [group], columns):
+                    for batch in parquet.iter_batches(ROWS, [group], columns):
                         for record in _records(batch):
                             row += 1
-                            yield from _row(record, runs, f"{file.path}: row {row}", size)
+                            yield from _row(
+                                record, runs, f"{file.path}: row {row}", "Parquet", size
+                            )
                 except errors as error:
-                    yield _not_parquet(f"{file.path}: rows {row + 1} to {end}", error, end - row)
+                    yield _unreadable(
+                        f"{file.path}: rows {row + 1} to {end}", "Parquet", error, end - row
+                    )
     except errors as error:
-        raise _not_parquet(f"{file.path}: row {end + 1}", error) from error
+        raise _unreadable(f"{file.path}: row {end + 1}", "Parquet", error) from error
+
+
+def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
+    """The records of an Arrow stream, or of a file with a footer, which is a stream between two
+    marks. If it is damaged, the rest of the stream is lost."""
+    import pyarrow
+
+    row = 0
+    if not is_compressed(file.path) and not _has_arrow_end(file.path):
+        what = "it lacks the mark of its end, as if it were cut short or still written"
+        yield DamagedFile(file.path, what, "get the file again")
+    try:
+        with Reader(file.path) as stream:
+            if stream.peek(len(ARROW_FILE)).startswith(ARROW_FILE):
+                stream.read(len(ARROW_FILE) + 2)  # two zeros follow
+            reader = pyarrow.ipc.open_stream(stream)
+            batches: Iterator[Any] = iter(reader)
+            batch = next(batches, None)
+            columns = _columns(file.path, reader.schema, iter([batch] if batch else []), 1, runs)
+            while batch is not None:
+                for first in range(0, len(batch), ROWS):
+                    for record in _records(batch.select(columns).slice(first, ROWS)):
+                        row += 1
+                        where = f"{file.path}: row {row}"
+                        yield from _row(record, runs, where, "Arrow", stream.taken())
+                batch = next(batches, None)
+    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError) as error:
+        raise _unreadable(f"{file.path}: row {row + 1}", "Arrow", error) from error
+
+
+def _has_arrow_end(path: str) -> bool:
+    """True if a file ends as an Arrow stream or file does, or as a stream of the time before
+    version 0.15, whose messages begin with their length."""
+    with open_input(path) as file:
+        head = file.read(len(ARROW_FILE))
+        file.seek(-min(len(ARROW_END), file.seek(0, os.SEEK_END)), os.SEEK_END)
+        tail = file.read(len(ARROW_END))
+    if head == ARROW_FILE:
+        return tail.endswith(ARROW_FILE)
+    return tail == ARROW_END or not head.startswith(ARROW_END[:4])
 
 
 def _records(batch: Any) -> list[Any]:
     """The records of a pyarrow.RecordBatch; if a value is none of its type, a batch for each."""
     try:
+        batch.validate(full=True)  # without it a damaged offset would be followed
         return batch.to_pylist()
     except (ValueError, OverflowError):
         return [batch.slice(row, 1) for row in range(len(batch))]
 
 
-def _row(record: Any, runs: Runs, where: str, size: int) -> TextPieces:
-    """The pieces of a record, or the error of a bad one."""
+def _row(record: Any, runs: Runs, where: str, format: str, size: int) -> TextPieces:
+    """The pieces of a record of a file of `format`, or the error of a bad one."""
     try:
-        (record,) = [record] if isinstance(record, dict) else record.to_pylist()
+        if not isinstance(record, dict):
+            record.validate(full=True)
+            (record,) = record.to_pylist()
         yield from list(_document(record, runs, where, size))
     except BadRecord as bad:
         yield bad
     except (ValueError, OverflowError) as error:
-        yield _not_parquet(where, error)
+        yield _unreadable(where, format, error)
 
 
-def _not_parquet(where: str, error: Exception, records: int = 1) -> BadRecord:
+def _unreadable(where: str, format: str, error: Exception, records: int = 1) -> DamagedFile:
     """The error for content that pyarrow cannot read. Raises an error of the disk."""
     if isinstance(error, OSError) and error.errno:
         raise error
-    return BadRecord(
-        where, f"not readable as Parquet: {str(error).splitlines()[0]}", records=records
-    )
+    reason = (str(error).splitlines() or ["it ends too early"])[0]
+    return DamagedFile(where, f"not readable as {format}: {reason}", records=records)
 
 
-def _columns(path: str, parquet: Any, runs: Runs) -> list[str]:
-    """The columns of a pyarrow.parquet.ParquetFile that have the fields of the runs.
+def _columns(path: str, schema: Any, batches: Iterator[Any], rows: int, runs: Runs) -> list[str]:
+    """The columns of a pyarrow.Schema that have the fields of the runs.
+
+    batches: those of its file, of which the first one's first record suggests fields; rows: the
+    records that are lost with a wrong field.
 
     Raises BadRecord for a field that is missing or not text.
     """
@@ -253,11 +308,15 @@ def _columns(path: str, parquet: Any, runs: Runs) -> list[str]:
         return kind
 
     def bad_field(what: str, fix: str) -> BadRecord:
-        batch = next(parquet.iter_batches(batch_size=1), None)
-        settings = _fitting_fields(batch.to_pylist()[0], runs) if batch else ""
-        return BadRecord(f"{path}: row 1", what, fix, settings, parquet.metadata.num_rows)
+        batch = next(batches, None)
+        settings = ""
+        if batch:
+            first = batch.slice(0, 1)
+            first.validate(full=True)
+            settings = _fitting_fields(first.to_pylist()[0], runs)
+        return BadRecord(f"{path}: row 1", what, fix, settings, rows)
 
-    shape = {column.name: shape_of(column.type) for column in parquet.schema_arrow}
+    shape = {column.name: shape_of(column.type) for column in schema}
     columns: list[str] = []
     for name in fields:
         column = _field(shape, name)
@@ -381,6 +440,7 @@ def _kind(value: Any) -> str:
         int: "a number",
         float: "a number",
         str: "text",
+        bytes: "bytes that are not UTF-8",
         list: "a list",
         dict: "an object",
         type(None): "null",

@@ -1,21 +1,25 @@
-"""Token files (.bin, .npy): their tokens as an array, and the error for an id that no tokenizer of
-the run makes, with the setting that reads the file."""
+"""Token files (.bin, .npy, Megatron's .bin with .idx): the tokens of a source as one array, and the
+error for an id that no tokenizer of the run makes, with the setting that reads the file."""
 
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.sources import File
-from jaxtrain.data.reading.compressed import is_compressed
-from jaxtrain.data.tokenizer import DataError, NoTokenizer, Tokenizer
+from jaxtrain.config.sources import File, Source
+from jaxtrain.data.reading.bad_records import FileError
+from jaxtrain.data.reading.compressed import is_compressed, open_input
+from jaxtrain.data.reading.joined import Joined
+from jaxtrain.data.reading.megatron_index import read_index
+from jaxtrain.data.tokenizer import NoTokenizer, Tokenizer
 
 MOST_IDS = 2**24  # more than any tokenizer has
 
 
 def id_beyond_vocabulary(
     where: str, ids: np.ndarray, is_raw: bool, data: Any, tokenizer: Tokenizer
-) -> DataError:
+) -> FileError:
     """The error for an id of a token file that the tokenizer, or the model if there is no
     tokenizer, does not have.
 
@@ -26,19 +30,19 @@ def id_beyond_vocabulary(
     if isinstance(tokenizer, NoTokenizer):
         rule = f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0"
     if is_raw and (dtype := fitting_dtype(ids, data.token_dtype, tokenizer.vocab_size)):
-        return DataError(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
+        return FileError(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
     if ids.min() < 0 or needed > MOST_IDS:
         what = (
             f"what no data.token_dtype for {tokenizer.vocab_size} ids reads as ids"
             if is_raw
             else f"{ids.dtype} numbers, not ids"
         )
-        return DataError(
+        return FileError(
             f"{rule}, and no tokenizer makes it: the file holds {what}; name another data.source"
         )
     if isinstance(tokenizer, NoTokenizer):
-        return DataError(f"{rule}: use --config.model.vocab_size={needed}")
-    return DataError(f"{rule}: name the tokenizer that made it, or none")
+        return FileError(f"{rule}: use --config.model.vocab_size={needed}")
+    return FileError(f"{rule}: name the tokenizer that made it, or none")
 
 
 def fitting_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
@@ -57,37 +61,68 @@ def fitting_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
     return ""
 
 
-def token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
+def token_path(folder: pathlib.Path, source: Source, file: File) -> pathlib.Path:
     """The place of a token file's tokens: the prepared folder if it was decompressed, or the file
     itself."""
     if is_compressed(file.path):
-        return folder / f"source.{file.format}"
+        return folder / f"source{source.token_files.index(file) or ''}.{file.format}"
     return pathlib.Path(file.path)
 
 
+def map_source(folder: pathlib.Path, source: Source, token_dtype: str) -> np.memmap | Joined:
+    """The tokens of a source's files, [n], memory-mapped, with those that were decompressed in a
+    prepared folder. Raises FileError if they are of several types, and as map_tokens does."""
+    files = source.token_files
+    parts = [map_tokens(file, token_path(folder, source, file), token_dtype) for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if part.dtype != parts[0].dtype:
+            raise FileError(
+                f"{file.path}: holds {part.dtype} ids, and {files[0].path} {parts[0].dtype}: the "
+                f"files of data.source={source.name} must have one type: write it as "
+                f"{parts[0].dtype}, or name it as another source"
+            )
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
 def map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
-    """The tokens of a .bin or .npy file, [n], memory-mapped. Raises DataError if its size, shape or
-    type cannot be that of tokens."""
+    """The tokens of a file, [n], memory-mapped. Raises FileError if its size, shape or type cannot
+    be that of tokens."""
     if file.format == "npy":
         try:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise DataError(
+            raise FileError(
                 f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}"
             ) from error
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-            raise DataError(
+            raise FileError(
                 f"{file.path}:1: holds {ids.dtype} of shape {ids.shape}, and must hold "
                 "integers of one dimension, at least one"
             )
         return ids
-    dtype, size = token_dtype_of(token_dtype), path.stat().st_size
+    size = path.stat().st_size
+    if file.format == "megatron":
+        dtype, whose = read_index(file.path).dtype, "its index, "
+    else:
+        dtype, whose = token_dtype_of(token_dtype), "data.token_dtype="
     if size % dtype.itemsize or not size:
-        raise DataError(
-            f"{file.path}: {size} bytes are no whole number of tokens of "
-            f"data.token_dtype={token_dtype}"
+        raise FileError(
+            f"{file.path}: {size} bytes are no whole number of tokens of {whose}{dtype.name}"
         )
     return np.memmap(path, dtype, "r")
+
+
+def read_tokens(ids: np.memmap, most: int) -> Iterator[np.ndarray]:
+    """The tokens of a mapped file in arrays of up to `most`: read, not mapped, since the process
+    would die if a mapped file were cut short meanwhile. Raises FileError if it was."""
+    with open_input(str(ids.filename)) as stream:
+        stream.seek(ids.offset)
+        for first in range(0, len(ids), most):
+            size = min(most, len(ids) - first) * ids.itemsize
+            content = stream.read(size)
+            if len(content) < size:
+                raise FileError(f"{ids.filename}: the file was cut short while it was read")
+            yield np.frombuffer(content, ids.dtype)
 
 
 def token_dtype_of(name: str) -> np.dtype:

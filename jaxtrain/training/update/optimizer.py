@@ -12,6 +12,7 @@ parameters (the moments) and scalars that all parameters share (counts of update
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,22 +26,39 @@ from jax.typing import ArrayLike
 from jaxtrain.config import ConfigError, OptimizerConfig, one_line
 from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS, record_of
+from jaxtrain.config.phases import RateLine
 from jaxtrain.devices.host_memory import is_on_host, read, write
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.training.update.rounding import rounded
 
 
-def learning_rate(settings: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax.Array]:
+def learning_rate(
+    settings: OptimizerConfig, steps: int, lines: Sequence[RateLine] = ()
+) -> Callable[[ArrayLike], jax.Array]:
     """A function step → learning rate, for steps from 0: linear warm-up to the peak over
     `warmup_steps`, then the schedule of `optimizer.schedule` (config/learning_rates.py) to the end
-    of a run of `steps` steps."""
+    of a run of `steps` steps. lines: of phases, ascending, in the place of what comes before"""
     peak, warm_up = settings.learning_rate, settings.warmup_steps
     after = LEARNING_RATES[settings.schedule].make(jnp, optax, settings, max(1, steps - warm_up))
-    if not warm_up:
-        return after
-    # The first step already updates: step 0 has 1/warm_up of the peak.
-    rising = optax.linear_schedule(peak / warm_up, peak, max(1, warm_up - 1))
-    return optax.join_schedules([rising, after], [warm_up])
+    rate = after
+    if warm_up:
+        # The first step already updates: step 0 has 1/warm_up of the peak.
+        rising = optax.linear_schedule(peak / warm_up, peak, max(1, warm_up - 1))
+        rate = optax.join_schedules([rising, after], [warm_up])
+    return functools.reduce(_with_line, lines, rate)
+
+
+def _with_line(rate: Callable[[ArrayLike], jax.Array], line: RateLine) -> Callable:
+    """The rate up to the beginning of a line, and the line from there on."""
+
+    def after(step: ArrayLike) -> jax.Array:
+        number = jnp.asarray(step) - line.begin + 1  # of the update on the line, from 1
+        fraction = jnp.clip(number / (line.end - line.begin), 0, 1)
+        before = rate(max(line.begin - 1, 0))
+        on_line = (1 - fraction) * before + fraction * line.final
+        return jnp.where(number < 1, rate(step), on_line)
+
+    return after
 
 
 class Updated(NamedTuple):
@@ -75,7 +93,7 @@ class Optimizer:
     up or down at random (training/update/rounding.py), since the nearest number is often the old
     one.
 
-    steps: of the run, for the learning rate
+    steps, rate_lines: of the run, for the learning rate
     specs: a pytree like the parameters, of Specs. Stacks are leaves [stages, layers, ...] under
         "layers"
     moments: type of the arrays of the state
@@ -91,6 +109,7 @@ class Optimizer:
     moments: str = "float32"
     offload: bool = False
     keys: Sequence[np.ndarray] | None = None
+    rate_lines: tuple[RateLine, ...] = ()
 
     def of_part(self, specs: dict, keys: Sequence[Any] | None = None) -> "Optimizer":
         """This optimizer for some of the parameters, whose state is not in the host's
@@ -100,7 +119,7 @@ class Optimizer:
     @property
     def rate(self) -> Callable[[ArrayLike], jax.Array]:
         """The number of updates before this one → its learning rate."""
-        return learning_rate(self.settings, self.steps)
+        return learning_rate(self.settings, self.steps, self.rate_lines)
 
     @property
     def _directions(self) -> optax.GradientTransformation:

@@ -1,0 +1,138 @@
+"""Best-fit packing: sequences in which no document is cut that fits (Ding et al. 2024,
+arXiv:2404.10830).
+
+A document of at most T + 1 tokens, which are T inputs and one more target, is one piece. A longer
+one is cut into pieces of T + 1 that share one token, the last target of a piece and the first input
+of the next, so each token but a document's first is predicted once. A sequence has room for T + 1
+tokens of pieces, and what is left of it is padding.
+
+    document    a b c d e f g h $   T = 4
+    pieces      a b c d e
+                        e f g h $
+
+The pieces that begin in the same GROUP of the stream are packed together by best fit decreasing:
+the longest first, each into the sequence with the least room that is enough. Groups keep the pieces
+of a sequence near each other, and bound the work: where a sequence's pieces lie is computed when it
+is read. Only the number of sequences in each group is computed before.
+
+Legend: T the sequence length.
+"""
+
+import bisect
+import contextlib
+import functools
+import hashlib
+import json
+
+import numpy as np
+
+from jaxtrain.data.corpus import Corpus
+from jaxtrain.data.split import Stream
+from jaxtrain.run import files
+
+GROUP = 1 << 20  # tokens of a group at least
+SEQUENCES = 256  # of a group at least: with few of them more is padding
+STORED = 64  # groups from which on their sequences are counted once, and stored
+PACKED = 128  # groups in memory: those of a window of the order, and of the next one
+FORMAT = 1  # of the stored file
+
+
+class BestFit:
+    """The best-fit packing of a stream of a corpus, as document_packing.Packing."""
+
+    def __init__(self, corpus: Corpus, stream: Stream, sequence_length: int):
+        self._documents, self._stream = np.asarray(corpus.documents), stream
+        self._length, self.repeated = sequence_length, False
+        self._tokens = max(GROUP, SEQUENCES * sequence_length)
+        self._pack = functools.lru_cache(PACKED)(self._pack_group)
+        groups = -(-len(stream) // self._tokens)
+        counts = self._stored(corpus, groups) if groups > STORED else self._count(groups)
+        self.firsts = np.append(0, np.cumsum(counts, dtype=np.int64))
+
+    def ranges(self, s: int) -> list[tuple[int, int]]:
+        group = int(np.searchsorted(self.firsts, s, "right")) - 1
+        begins, ends, bounds = self._pack(group)
+        pieces = slice(*bounds[s - self.firsts[group] :][:2])
+        return [*zip(begins[pieces].tolist(), ends[pieces].tolist(), strict=True)]
+
+    def _count(self, groups: int) -> list[int]:
+        return [pack(np.diff(self._pieces(group)), self._length + 1)[1] for group in range(groups)]
+
+    def _stored(self, corpus: Corpus, groups: int) -> list[int]:
+        """The result of `_count`, from a file in the corpus's folder, which is written if it is
+        missing or damaged."""
+        key = hashlib.sha256(f"{FORMAT} {corpus.checksum} {self._length}".encode())
+        for array in (self._stream.starts, self._stream.offsets):
+            key.update(np.ascontiguousarray(array).data)
+        path = corpus.folder / f"best-fit-{key.hexdigest()[:16]}.txt"
+        with contextlib.suppress(OSError, ValueError):
+            digest, _, text = path.read_text().partition("\n")
+            if hashlib.sha256(text.encode()).hexdigest() == digest:
+                return json.loads(text)
+        counts = self._count(groups)
+        text = json.dumps(counts)
+        # without permission to write into the cache, the next run counts them anew
+        with contextlib.suppress(OSError):
+            files.replace_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+        return counts
+
+    def _pieces(self, group: int) -> np.ndarray:
+        """[pieces, 2] int64: the tokens [begin, end) of the stream in each piece that begins in a
+        group, ascending."""
+        low = group * self._tokens
+        high = min(low + self._tokens, len(self._stream))
+        edges = self._stream.edges(self._documents, low, high)
+        starts, ends = edges[:-1], edges[1:]
+        # Only those of a document that begin in this group: one document may be the entire stream.
+        first = np.maximum(0, -((starts - low) // self._length))
+        last = np.maximum(1, -((starts - ends + 1) // self._length))
+        last = np.minimum(last, -((starts - high) // self._length))
+        counts = last - first
+        index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        begins = np.repeat(starts, counts) + self._length * index
+        return np.stack(
+            [begins, np.minimum(begins + self._length + 1, np.repeat(ends, counts))], axis=1
+        )
+
+    def _pack_group(self, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The pieces of a group by sequence, in the order of the stream in each: their begins and
+        ends, and [sequences + 1] the first piece of each sequence, then their number."""
+        pieces = self._pieces(group)
+        sequences, count = pack(np.diff(pieces), self._length + 1)
+        order = np.argsort(sequences, kind="stable")
+        bounds = np.searchsorted(sequences[order], np.arange(count + 1))
+        return pieces[order, 0], pieces[order, 1], bounds
+
+
+def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """Best fit decreasing. Returns the bin of each item, [items] int64, and the number of bins.
+
+    lengths: those of the items, at least 1 and at most `capacity`, which is that of a bin
+
+    >>> pack(np.array([3, 4, 2, 1]), 5)
+    (array([1, 0, 1, 0]), 2)
+    """
+    lengths = lengths.ravel()
+    order = np.argsort(-lengths, kind="stable")
+    # Items longer than half a bin have one each, so the loop below is about the others alone. The
+    # bins with room are sorted by their room, then by their number.
+    count = int((2 * lengths > capacity).sum())
+    rooms = (capacity - lengths[order[:count]]).tolist()
+    bins = [(room, i) for i, room in enumerate(rooms) if room]
+    chosen, items = list(range(count)), [1] * count
+    negative, repeats = np.unique(-lengths[order[count:]], return_counts=True)
+    for length, left in zip((-negative).tolist(), repeats.tolist(), strict=True):
+        while left:
+            at = bisect.bisect_left(bins, (length, 0))
+            room, number = bins.pop(at) if at < len(bins) else (capacity, count)
+            count = max(count, number + 1)
+            # The next item of this length goes into the same bin: it has the least room now.
+            together = min(left, room // length)
+            chosen.append(number)
+            items.append(together)
+            left, room = left - together, room - together * length
+            if room:
+                bisect.insort(bins, (room, number))
+    result = np.empty(len(lengths), np.int64)
+    result[order] = np.repeat(np.array(chosen, np.int64), items)
+    return result, count

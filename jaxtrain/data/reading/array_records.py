@@ -1,0 +1,158 @@
+"""ArrayRecord files, which Grain reads → documents, a record each.
+
+The first record of a file says what all of its records are: JSON objects; tf.Example messages, of
+which features of bytes are fields; or plain UTF-8 text, which has no fields.
+"""
+
+import contextlib
+import functools
+import itertools
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxtrain.config.sources import File
+from jaxtrain.data.reading.bad_records import BadRecord, DamagedFile
+from jaxtrain.data.reading.compressed import is_compressed, plain_file
+from jaxtrain.data.reading.json_text import JsonValue
+from jaxtrain.data.reading.records import (
+    Runs,
+    TextPieces,
+    documents_of,
+    not_utf8,
+    parse,
+)
+
+SEQUENTIAL = "readahead_buffer_size:0,max_parallelism:0"  # one record at a time, in this thread
+JSON, EXAMPLE, TEXT = "JSON objects", "tf.Example messages", "plain text"
+JSON_OBJECT = re.compile(rb'\s*\{\s*["}]')
+# tensorflow/core/example/{example,feature}.proto; a map is a list of entries
+EXAMPLE_PROTO = """
+name: "example.proto" package: "tensorflow"
+message_type { name: "BytesList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "Feature"
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: "BytesList" } }
+message_type { name: "Entry"
+  field { name: "key" number: 1 type: TYPE_STRING }
+  field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Entry" } }
+message_type { name: "Example"
+  field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+"""
+
+
+def read_records(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
+    """The records of an ArrayRecord file. After a damaged one the rest of the file is lost."""
+    with plain_file(file.path, scratch) as path:
+        records = _records(file.path, path)
+        first = next(records, None)
+        if first is None:
+            return
+        kind = kind_of(first)
+        if kind == TEXT:
+            if not all(counts for counts, _ in runs):
+                what = "plain text, which has no fields that data.loss_mask could name"
+                raise BadRecord(f"{file.path}: record 1", what)
+            runs = [(True, ("text",))]
+        sizes: list[int] = []  # of the records since the last document
+
+        def entries() -> Iterator[JsonValue]:
+            for number, record in enumerate(itertools.chain([first], records), 1):
+                sizes.append(len(record))
+                yield _entry(record, kind, f"{file.path}: record {number}")
+
+        def taken() -> int:
+            size = sum(sizes)
+            sizes.clear()
+            return size
+
+        yield from documents_of(entries(), "a record", runs, taken)
+
+
+def kind_of(record: bytes) -> str:
+    """The kind of a file's records, by the first one: JSON, EXAMPLE or TEXT."""
+    if JSON_OBJECT.match(record):
+        return JSON
+    return EXAMPLE if _fields(record) else TEXT
+
+
+def kinds_line(files: Sequence[File]) -> list[str]:
+    """A line that says what the records of the first ArrayRecord file among a source's are; [] if
+    there is none, or its first record cannot be read, which is said when it is."""
+    for file in files:
+        if file.format == "array_record" and not is_compressed(file.path):
+            with contextlib.suppress(BadRecord):
+                for record in _records(file.path, pathlib.Path(file.path)):
+                    return [f"{file.path}: its records are {kind_of(record)}"]
+    return []
+
+
+def _records(name: str, path: pathlib.Path) -> Iterator[bytes]:
+    """The records of the file at `path`, which messages call `name`."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    number, count = 0, 1  # a file that cannot be opened has at least one
+    try:
+        reader = ArrayRecordReader(str(path), SEQUENTIAL)
+        count = reader.num_records() if reader.ok() else 1
+        while number < count:
+            yield reader.read()
+            number += 1
+        reader.close()
+    except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+        reason = (str(error).splitlines() or ["it ends too early"])[0]
+        raise DamagedFile(
+            f"{name}: record {number + 1}",
+            f"not readable as ArrayRecord: {reason}",
+            records=count - number,
+        ) from error
+
+
+def _entry(record: bytes, kind: str, where: str) -> JsonValue:
+    """The fields of a record, or the error of a bad one."""
+    if kind == JSON:
+        return parse(record, where)
+    if kind == EXAMPLE:
+        fields = _fields(record)
+        return BadRecord(where, "no tf.Example message") if fields is None else (where, "", fields)
+    try:
+        return where, "", {"text": record.decode()}
+    except UnicodeDecodeError as error:
+        return not_utf8(where, error.object[error.start], error.reason)
+
+
+def _fields(record: bytes) -> dict[str, Any] | None:
+    """The features of a tf.Example: a text, or a list of what it has in place of one; None for
+    another message, and for one without features."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        example = _example().FromString(record)
+    except DecodeError:
+        return None
+    fields: dict[str, Any] = {}
+    for feature in example.features.feature:
+        values = [_text(value) for value in feature.value.bytes_list.value]
+        fields[feature.key] = values[0] if len(values) == 1 else values
+    return fields or None
+
+
+def _text(value: bytes) -> str | bytes:
+    """A value as text, if it is UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+@functools.cache
+def _example() -> Any:
+    """The class of tf.Example messages."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(EXAMPLE_PROTO, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))

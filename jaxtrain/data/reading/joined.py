@@ -1,0 +1,59 @@
+"""Arrays of a corpus that are read by slices: memory-mapped files, and several as one.
+
+An array-like has `len(a)`, `a.dtype`, `a.nbytes` and `a[first:last]`, a numpy array.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.reading.bad_records import FileError
+
+
+class Joined:
+    """Memory-mapped arrays [n] of one type, one after the other, none of which is copied."""
+
+    def __init__(self, parts: Sequence[np.memmap]):
+        self.parts, self.dtype = parts, parts[0].dtype
+        self.nbytes = sum(part.nbytes for part in parts)
+        self._views = [view(part) for part in parts]
+        self._begins = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        """Elements [first:last]: a view of one part, or a copy from several."""
+        first, last, _ = where.indices(len(self))
+        part = max(0, int(np.searchsorted(self._begins, first, "right")) - 1)
+        pieces = []
+        while first < last:
+            begin = int(self._begins[part])
+            pieces.append(self._views[part][first - begin : last - begin])
+            part, first = part + 1, int(self._begins[part + 1])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self._views[0][:0]])
+
+
+def parts_of(array: Any) -> Sequence[Any]:
+    """The arrays that an array is joined from; the array itself, if it is not."""
+    return array.parts if isinstance(array, Joined) else [array]
+
+
+def view(array: Any) -> Any:
+    """A plain view of a memory map, whose own slicing costs several times as much; another array as
+    it is."""
+    return np.asarray(array) if isinstance(array, np.memmap) else array
+
+
+def check_whole(array: Any) -> None:
+    """Raises FileError if a mapped file was cut short since it was opened. Reading the missing part
+    of the map would kill the process without a message."""
+    for part in parts_of(array):
+        if isinstance(part, np.memmap):
+            file: Any = part.base
+            if file.size() < part.offset + part.nbytes:
+                raise FileError(
+                    f"{part.filename}: the file was cut short while it was in use, and "
+                    f"{file.size():,} bytes are left: put it back as it was, and start again"
+                )
