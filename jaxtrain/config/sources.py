@@ -29,6 +29,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from jaxtrain.config import addresses
 from jaxtrain.config.errors import ConfigError, nearly, suggestion
 
 STDLIB = "stdlib"
@@ -131,6 +132,12 @@ class Source:
     unlisted: tuple[str, ...] = ()
 
     @property
+    def place(self) -> str:
+        """The root as users write it: an address has two slashes, of which a path keeps one."""
+        text = str(self.root)
+        return text.replace(":/", "://", 1) if addresses.is_address(self.name) else text
+
+    @property
     def holds_tokens(self) -> bool:
         return bool(self.token_files)
 
@@ -194,6 +201,8 @@ def formats(name: str) -> set[str]:
     name."""
     if name == STDLIB:
         return {"python"}
+    if addresses.is_address(name):  # a store is not asked yet
+        return {format_of(name)} if ending(name) else {*FORMATS}
     try:
         return {file.format for file in find(name).files}
     except (ConfigError, OSError):
@@ -224,9 +233,20 @@ def ending(name: str) -> str:
 
 def check(name: str) -> None:
     """Raises ConfigError if a source does not exist, or is a pattern that no file matches. Files of
-    a folder are not listed."""
-    if name != STDLIB and _place(name)[1]:
+    a folder are not listed, and those of an address are not looked for."""
+    if addresses.is_address(name):
+        check_address(name)
+    elif name != STDLIB and _place(name)[1]:
         find(name)
+
+
+def check_address(name: str) -> None:
+    """Raises ConfigError for the address of a source in no store that can be used. The store is not
+    asked."""
+    # a bucket itself may be a source
+    if wrong := addresses.fault(f"{name.rstrip('/')}/*") or addresses.missing_package(name):
+        fixes = [{"data.source": place.removesuffix("/*")} for place in wrong.meant]
+        raise ConfigError("data.source", name, wrong.rule, fixes=fixes)
 
 
 def find(name: str) -> Source:
@@ -268,7 +288,8 @@ def find_among(
         passed_over=tuple(file.path for file in hidden),
     )
     if not source.files:
-        raise _no_files(source, [ending(f.path) for f in {*files} - {*matches}], 0)
+        others = [file for file in files if file not in matches]
+        raise _no_files(source, [ending(file.path) for file in others], 0)
     if problem := _mixed_tokens(source):
         raise ConfigError("data.source", name, problem)
     return source
@@ -478,7 +499,7 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
     return ConfigError(
         "data.source",
         source.name,
-        f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
+        f"{'matches' if source.pattern else 'holds'} no files; below {source.place} are "
         f"{'; '.join(filter(None, present)) or 'none'}",
     )
 

@@ -9,7 +9,7 @@ import pathlib
 import numpy as np
 
 from jaxtrain.data.reading.bad_records import Skipped
-from jaxtrain.data.reading.joined import Joined, check_whole
+from jaxtrain.data.reading.joined import Sliced, check_whole
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.run import files
@@ -31,7 +31,7 @@ class Corpus:
     prepared: the time of its preparation, in seconds since the epoch.
     """
 
-    tokens: np.ndarray | Joined
+    tokens: Sliced
     documents: np.ndarray
     mask: np.ndarray | None
     checksum: str

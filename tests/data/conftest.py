@@ -33,6 +33,7 @@ def config(tmp_path):
             "validation_fraction": 0.1,
             "bad_records": "stop",
             "token_dtype": "uint16",
+            "store_cache_gb": 1.0,
             "cache": str(tmp_path / "cache"),
             "prefetch": 2,
         }

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.reading.bad_records import FileError
+from jaxtrain.data.stores.ranges import StoreArray
 
 
 class Joined:
-    """Memory-mapped arrays [n] of one type, one after the other, none of which is copied."""
+    """Arrays [n] of one type, memory-mapped or in a store, one after the other, none of which is
+    copied."""
 
-    def __init__(self, parts: Sequence[np.memmap]):
+    def __init__(self, parts: Sequence[np.memmap | StoreArray]):
         self.parts, self.dtype = parts, parts[0].dtype
         self.nbytes = sum(part.nbytes for part in parts)
         self._views = [view(part) for part in parts]
@@ -33,6 +35,10 @@ class Joined:
             pieces.append(self._views[part][first - begin : last - begin])
             part, first = part + 1, int(self._begins[part + 1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self._views[0][:0]])
+
+
+# an array that is read by slices
+Sliced = np.ndarray | StoreArray | Joined
 
 
 def parts_of(array: Any) -> Sequence[Any]:

@@ -24,11 +24,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jaxtrain.config import suggestion
+from jaxtrain.config import addresses, suggestion
 from jaxtrain.config.sources import File
 from jaxtrain.data.reading.bad_records import SET_FIELDS, BadRecord, DamagedFile
 from jaxtrain.data.reading.compressed import Reader, is_compressed, open_input, plain_file
 from jaxtrain.data.reading.json_text import BYTE_ORDER_MARK, JsonText, JsonValue, items, values
+from jaxtrain.data.stores.ranges import StoreStream
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 SIMILAR = 0.75  # how alike a misspelt field and the field that is meant are at least
@@ -174,13 +175,17 @@ def _has_records_as_lines(path: str) -> bool:
 def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a Parquet file. A compressed one is decompressed into `scratch` before, since
     its parts are not read in their order."""
+    if addresses.is_address(file.path) and not is_compressed(file.path):
+        with StoreStream(file.path) as stream:
+            yield from _parquet_rows(file, stream, runs)
+        return
     with plain_file(file.path, scratch) as path:
         yield from _parquet_rows(file, path, runs)
 
 
-def _parquet_rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
-    """The records of a Parquet file, which lies at `path`, decompressed. If a page is damaged, the
-    rest of its row group is lost."""
+def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -> TextPieces:
+    """The records of a Parquet file with this content, decompressed. If a page is damaged, the rest
+    of its row group is lost."""
     # Half a second to import, and needed by few: not at the top.
     import pyarrow
     import pyarrow.parquet
@@ -188,7 +193,11 @@ def _parquet_rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
     row = end = 0
     errors = (pyarrow.ArrowException, OSError)
     try:
-        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as parquet:
+        with pyarrow.parquet.ParquetFile(
+            content,
+            page_checksum_verification=True,
+            pre_buffer=isinstance(content, StoreStream),  # few requests for neighbouring columns
+        ) as parquet:
             count = parquet.metadata.num_rows
             batches = parquet.iter_batches(batch_size=1)
             columns = _columns(file.path, parquet.schema_arrow, batches, count, runs)

@@ -93,8 +93,15 @@ def configure(scheme: str) -> None:
 
 
 def filesystem(address: str) -> Any:
-    """The fsspec file system that reads sources in the store of an address."""
-    configure(scheme := scheme_of(address))
+    """The fsspec file system that reads sources in the store of an address. All threads share
+    it."""
+    return _filesystem(scheme_of(address))
+
+
+@functools.cache
+def _filesystem(scheme: str) -> Any:
+    configure(scheme)
+    # fsspec's own instances are one for each thread, with connections of its own
     store = fsspec.filesystem(PROTOCOLS[scheme].name, **PROTOCOLS[scheme].options)
     store.retries = 1  # of s3fs and gcsfs
     return store

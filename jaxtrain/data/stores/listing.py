@@ -3,7 +3,7 @@
 import glob
 import pathlib
 
-from jaxtrain.config import ConfigError, addresses, sources
+from jaxtrain.config import addresses, sources
 from jaxtrain.config.sources import File, Source
 from jaxtrain.data.stores import filesystem
 
@@ -13,10 +13,7 @@ def find(name: str) -> Source:
     content in the place of a time. Errors as of sources.find, and StoreError."""
     if not addresses.is_address(name):
         return sources.find(name)
-    if wrong := addresses.fault(f"{name.rstrip('/')}/*") or addresses.missing_package(name):
-        raise ConfigError(
-            "data.source", name, wrong.rule, fixes=[{"data.source": each} for each in wrong.meant]
-        )
+    sources.check_address(name)
     root, pattern = name.rstrip("/"), tuple[str, ...]()
     while glob.has_magic(root):
         root, _, last = root.rpartition("/")
@@ -41,4 +38,4 @@ def find(name: str) -> Source:
         for path, info in infos.items()
         if not path.endswith("/")  # an empty object that some programs make for a folder
     ]
-    return sources.find_among(name, pathlib.PurePath(root), pattern, files)
+    return sources.find_among(name, pathlib.Path(root), pattern, files)

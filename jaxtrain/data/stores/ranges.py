@@ -2,9 +2,11 @@
 stream that reads ahead."""
 
 import concurrent.futures
+import functools
 import hashlib
 import io
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.sources import File
+from jaxtrain.data.preparing import cache
 from jaxtrain.data.stores.blocks import BLOCK, BlockCache
 from jaxtrain.data.stores.filesystem import (
     StoreError,
@@ -25,6 +28,7 @@ from jaxtrain.data.stores.filesystem import (
 
 TOGETHER = 4  # blocks of a request at most
 AHEAD = 4 << 20  # bytes of a stream that are requested at a time
+LEAST = 1 << 15  # bytes of a read of a stream that goes on, probably
 CHECK_S = 10.0  # seconds after which a file's version is looked at again
 POLL_S = 0.002  # seconds between two looks for a block that another thread or process requests
 THREADS = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="jaxtrain-store")
@@ -61,8 +65,8 @@ class StoreFile:
                 time.sleep(POLL_S)
 
     def prefetch(self, begin: int, end: int) -> None:
-        """Requests the blocks of a range that are missing, and does not wait for them. What fails is
-        left to `read`."""
+        """Requests the blocks of a range that are missing, and does not wait for them. A
+        failure is left to `read`."""
         self._request(_blocks(begin, end)[: self._cache.slots // 2], is_needed=False)
 
     def _request(
@@ -107,38 +111,60 @@ class StoreFile:
 
 
 class StoreArray:
-    """An array [n] in a file of a store, of which slices are read; it has the attributes of a
-    memory-mapped one.
+    """An array in a file of a store, of which slices are read.
 
     Args:
-      file: has it, from byte `offset` to its end.
+      file: has it, from byte `offset` on.
+      shape: [n] if it can be read.
     """
 
-    def __init__(self, file: StoreFile, dtype: np.dtype | str, offset: int = 0):
-        self._file, self._offset, self.dtype = file, offset, np.dtype(dtype)
-        self.itemsize = self.dtype.itemsize
-        self.nbytes = file.file.size - offset
+    def __init__(self, file: StoreFile, dtype: np.dtype, offset: int, shape: tuple[int, ...]):
+        self._file, self._offset, self.dtype, self.shape = file, offset, dtype, shape
+        self.ndim, self.filename = len(shape), file.file.path
+        self.nbytes = math.prod(shape) * dtype.itemsize
 
     def __len__(self) -> int:
-        return self.nbytes // self.itemsize
+        return self.shape[0]
 
-    def __getitem__(self, index: slice | int) -> Any:
-        if isinstance(index, int):
-            place = range(len(self))[index]
-            return self[place : place + 1][0]
-        return np.frombuffer(self._file.read(*self._bytes(index)), self.dtype)
+    def __getitem__(self, where: slice) -> np.ndarray:
+        begin, end = self._bytes(*where.indices(len(self))[:2])
+        return np.frombuffer(self._file.read(begin, end), self.dtype)
 
-    def prefetch(self, index: slice) -> None:
-        """Begins to read a slice ahead."""
-        self._file.prefetch(*self._bytes(index))
+    def prefetch(self, first: int, last: int) -> None:
+        """Begins to read [first:last] ahead."""
+        self._file.prefetch(*self._bytes(first, min(last, len(self))))
 
-    def check_whole(self) -> None:
-        """Nothing: a file that is cut short is noticed when it is read."""
+    def _bytes(self, first: int, last: int) -> tuple[int, int]:
+        size = self.dtype.itemsize
+        return self._offset + first * size, self._offset + max(first, last) * size
 
-    def _bytes(self, index: slice) -> tuple[int, int]:
-        first, last, _ = index.indices(len(self))
-        begin = self._offset + first * self.itemsize
-        return begin, max(begin, self._offset + last * self.itemsize)
+
+def stored_array(
+    file: File,
+    data: Any,
+    dtype: np.dtype,
+    offset: int = 0,
+    shape: tuple[int, ...] | None = None,
+) -> StoreArray:
+    """The array in a file of a store, through the cache that a config's `data` names; shape None:
+    [n], to the end of the file. Raises ValueError for a file that is too short."""
+    shape = ((file.size - offset) // dtype.itemsize,) if shape is None else shape
+    array = StoreArray(StoreFile(file, block_cache(data)), dtype, offset, shape)
+    if offset + array.nbytes > file.size:
+        raise ValueError(f"{array.nbytes:,} bytes for {shape}, and the file has {file.size:,}")
+    return array
+
+
+def block_cache(data: Any) -> BlockCache:
+    """The cache of blocks that a config's `data` names. Raises CacheError."""
+    root = cache.folder_of(data.cache)
+    try:
+        return _block_cache(root / "blocks", data.store_cache_gb * 1e9)
+    except OSError as error:
+        raise cache.refusal(error, root) or error from error
+
+
+_block_cache = functools.cache(BlockCache)
 
 
 class StoreStream(io.RawIOBase):
@@ -146,7 +172,7 @@ class StoreStream(io.RawIOBase):
 
     Args:
       ahead: parts of AHEAD bytes that are requested before they are read; 0: each read is a request
-        of its own, of exactly its bytes.
+        of its own, of exactly its bytes, as those of fewer than LEAST bytes always are.
     """
 
     def __init__(self, address: str, ahead: int = 0):
@@ -173,7 +199,7 @@ class StoreStream(io.RawIOBase):
         end = min(self._at + len(buffer), self.size)
         if end <= self._at:
             return 0
-        if self._ahead:
+        if self._ahead and len(buffer) >= LEAST:
             content = self._read_ahead(end)
         else:
             content = read_range(self.name, self._at, end)
