@@ -60,9 +60,11 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     from jaxtrain.checkpoint.manager import Checkpointer
     from jaxtrain.checkpoint.regions import Shards, stored_arrays
     from jaxtrain.checkpoint.retention import Retention
+    from jaxtrain.config.phases import spans
     from jaxtrain.config.rules.checks import check_devices
+    from jaxtrain.data.batches import TrainingBatches
+    from jaxtrain.data.corpora import prepare_all
     from jaxtrain.data.loader import Loader
-    from jaxtrain.data.preparing.prepare import prepare
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.training.state import initial_state, stored_shapes
     from jaxtrain.training.step import make_step
@@ -71,9 +73,11 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
-        corpus = prepare(config.data, config.model.vocab_size)
+        corpora = prepare_all(config.data, config.model.vocab_size)
         loader = Loader(
-            corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches
+            TrainingBatches(corpora, spans(config)),
+            step.batch_sharding,
+            config.pipeline.microbatches,
         )
         state, batch = initial_state(step.layout, step.optimizer, 0), loader.batch(0)
         compiled = step.train.lower(step.abstract_state(), loader.specification()).compile()

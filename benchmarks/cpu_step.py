@@ -109,8 +109,10 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
         import jax
 
         from jaxtrain import loop  # noqa: F401  what the command imports, so that the time to the first step is the command's
+        from jaxtrain.config.phases import spans
+        from jaxtrain.data.batches import TrainingBatches
+        from jaxtrain.data.corpora import prepare_all
         from jaxtrain.data.loader import Loader
-        from jaxtrain.data.preparing.prepare import prepare
         from jaxtrain.devices.mesh import make_mesh, sizes_of
         from jaxtrain.pipeline.setup import make_setup
         from jaxtrain.training.state import initial_state
@@ -120,13 +122,15 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
     config = config.resolve()
     setup = make_setup(config)
     clock.enter(Phase.DATA)
-    corpus = prepare(config.data, config.model.vocab_size)
+    corpora = prepare_all(config.data, config.model.vocab_size)
     clock.enter(Phase.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh, setup)
         loader = Loader(
-            corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches
+            TrainingBatches(corpora, spans(config)),
+            step.batch_sharding,
+            config.pipeline.microbatches,
         )
         # as the command does
         initial = concurrent.futures.ThreadPoolExecutor(1).submit(

@@ -28,8 +28,10 @@ class Stepped:
     def __init__(self, config: Any):
         import jax
 
+        from jaxtrain.config.phases import spans
+        from jaxtrain.data.batches import TrainingBatches
+        from jaxtrain.data.corpora import prepare_all
         from jaxtrain.data.loader import Loader
-        from jaxtrain.data.preparing.prepare import prepare
         from jaxtrain.devices.mesh import make_mesh, sizes_of
         from jaxtrain.training.state import initial_state
         from jaxtrain.training.step import make_step
@@ -37,9 +39,11 @@ class Stepped:
         self.mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(self.mesh):
             step = make_step(config, self.mesh)
-            corpus = prepare(config.data, config.model.vocab_size)
+            corpora = prepare_all(config.data, config.model.vocab_size)
             loader = Loader(
-                corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches
+                TrainingBatches(corpora, spans(config)),
+                step.batch_sharding,
+                config.pipeline.microbatches,
             )
             self.compiled = step.train.lower(
                 step.abstract_state(), loader.specification()

@@ -148,7 +148,8 @@ def make_step(
 
         import jax
 
-        from jaxtrain.data.loader import make_loaders, prepare_corpus
+        from jaxtrain.config.phases import spans
+        from jaxtrain.data.loader import make_loaders, prepare_corpora
         from jaxtrain.devices.mesh import make_mesh, sizes_of
         from jaxtrain.phases.prepare import check_on_devices, prepare
         from jaxtrain.phases.run_state import make_state
@@ -160,12 +161,13 @@ def make_step(
         if ready is None:
             raise KeyboardInterrupt
         settings = ready.config
-        corpus = prepare_corpus(settings.data, settings.model.vocab_size, settings.train)
+        corpora = prepare_corpora(settings.data, settings.model.vocab_size, settings.train)
         mesh = make_mesh(sizes_of(settings.mesh))
         with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
             step = steps.make_step(settings, mesh, ready.setup)
             programs = start_compiling(step, executor).result()
-        data, _ = make_loaders(corpus, settings.data, step.abstract_batch["tokens"], 1, 0)
+        tokens = step.abstract_batch["tokens"]
+        data, _ = make_loaders(corpora, settings.data, spans(settings), tokens, 1, 0)
 
         def first_state() -> "TrainState":
             with jax.set_mesh(mesh):

@@ -40,7 +40,7 @@ from jaxtrain.generate_command import find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
-from jaxtrain.hf.run_config import Published, read_published, started_from
+from jaxtrain.hf.run_config import Published, open_published, started_from
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.hf.source_files import CONFIG, SOURCE, TENSORS, TOKENIZER
 from jaxtrain.hf.tensor_rules import PublishedTensor
@@ -130,7 +130,9 @@ def from_hf(command_line: Reading) -> None:
     """Writes the run's folder. Raises FlagsError, HfError or CheckpointError."""
 
     def check(command_line: Reading) -> tuple[Published, Config]:
-        published = read_published(folder_of(command_line.namespace, "from_hf"))
+        published = open_published(
+            str(folder_of(command_line.namespace, "from_hf")), setting="from_hf"
+        )
         config, _ = started_from(published, Config(), command_line.overrides)
         if error := checks.error_of(config):
             raise error

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -21,8 +21,10 @@ from jaxtrain import cli
 from jaxtrain.checkpoint.manager import RunCheckpoints
 from jaxtrain.checkpoint.resuming import Candidates, StartPoint, open_folder
 from jaxtrain.config import PipelineConfig, ResolvedConfig
+from jaxtrain.config.phases import spans
 from jaxtrain.config.recipes import config_text
-from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpus
+from jaxtrain.data.batches import HeldOutBatches, TrainingBatches
+from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpora
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.hf import source_files
@@ -75,7 +77,7 @@ class ReadyStep:
 
     step: Step
     programs: Programs
-    batches: Loader
+    batches: Loader[TrainingBatches]
     evaluation: Evaluation
 
 
@@ -99,12 +101,12 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
         checkpoints = open_folder(prepared)
         chosen = checkpoints.choose()
         weights = open_weights(config, chosen.start.resumes)
-        corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-        chosen.check_corpus(corpus)
+        corpora = prepare_corpora(config.data, config.model.vocab_size, config.train)
+        chosen.check_corpora(corpora)
         if chosen.start.step >= config.train.steps:
             cluster.log(
                 f"{folder} already has its {chosen.start.step} steps: raise train.steps to go on",
-                *what_next(config, folder, corpus),
+                *what_next(config, folder, corpora.tokenizer),
             )
             return ExitStatus.FINISHED
         chosen.log_changes()
@@ -116,7 +118,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             step = make_step(config, mesh, prepared.setup)
             closing.enter_context(state_on_disk(step))
             begin = functools.partial(make_state, config, step, weights)
-            candidates = chosen.candidates(step, corpus, begin)
+            candidates = chosen.candidates(step, corpora, begin)
             resumes = candidates.expected.resumes
 
             # --- batches ---
@@ -126,15 +128,18 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 # Now, because a damaged model ends the run before anything is compiled or written.
                 initial = concurrent.futures.Future()
                 initial.set_result(begin())
-            loaders = make_loaders(
-                corpus,
+            batches, held_out = make_loaders(
+                corpora,
                 config.data,
+                spans(config),
                 step.abstract_batch["tokens"],
                 step.separate_replicas,
                 config.train.eval_batches,
                 folder if config.metrics.rows else None,
             )
-            batches, held_out = map(closing.enter_context, loaders)
+            closing.enter_context(batches)
+            for loader in held_out.values():
+                closing.enter_context(loader)
             goodput = lasting.enter_context(_timed(folder, clock, candidates.expected))
             signals.before_end(goodput.discard)
 
@@ -148,10 +153,13 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, executor)
             validates = config.train.eval_every or evaluates_first(config, candidates.expected)
-            others = [evaluation.start_compiling()] if validates and held_out.batches else []
-            cluster.log(*introduction(config, step), corpus.describe())
+            has_sets = any(loader.batches for loader in held_out.values())
+            others = [evaluation.start_compiling()] if validates and has_sets else []
+            cluster.log(*introduction(config, step), *corpora.describe())
             programs = when_compiled(step, clock, compiling, others)
-            cluster.log(*batches.remarks(), *held_out.remarks())
+            cluster.log(*batches.content.remarks())
+            for loader in held_out.values():
+                cluster.log(*loader.content.remarks())
             state, start = candidates.restore(initial)
             _write_settings(config, prepared.requested.pipeline, folder, weights)
 
@@ -173,10 +181,10 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 picture.result()
                 return _together(status)
         del trainer  # and its state: the sampler needs the memory
-        log_results(config, corpus, checkpoints.directory, validation_loss)
+        log_results(config, corpora, checkpoints.directory, validation_loss)
         picture.result()
         lasting.close()  # it logs the goodput
-        cluster.log(*what_next(config, folder, corpus))
+        cluster.log(*what_next(config, folder, corpora.tokenizer))
         return _together(status)
 
 
@@ -227,7 +235,8 @@ class Trainer:
 
         # --- what decides ---
         detected = DetectorState.from_json(start.meta.memory)
-        self.detector = SpikeDetector(config.train, ready.batches.describe, detected, self.at)
+        describe = ready.batches.content.describe
+        self.detector = SpikeDetector(config.train, describe, detected, self.at)
         self.speculation = Speculation(config.optimizer.clip_norm, self.detector.skips, log_line)
         self.checkpoints = RunCheckpoints(
             candidates, start, self.detector, goodput.wall_s, log_line
@@ -396,10 +405,14 @@ def evaluates_first(config: ResolvedConfig, start: StartPoint) -> bool:
     )
 
 
-def _evaluation(step: Step, held_out: Loader, executor: concurrent.futures.Executor) -> Evaluation:
+def _evaluation(
+    step: Step,
+    held_out: Mapping[str, Loader[HeldOutBatches]],
+    executor: concurrent.futures.Executor,
+) -> Evaluation:
     params = step.abstract_state().trained
-    sets = {"": held_out.iterate}
-    return Evaluation(step.evaluate, params, held_out.specification(), sets, sets, executor)
+    sets = {name: loader.iterate for name, loader in held_out.items()}
+    return Evaluation(step.evaluate, params, step.abstract_batch, sets, sets, executor)
 
 
 def _together(status: ExitStatus) -> ExitStatus:

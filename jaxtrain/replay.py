@@ -30,8 +30,8 @@ from jaxtrain.config import (
     get,
     replace,
 )
-from jaxtrain.config.phases import rate_lines
-from jaxtrain.data.loader import make_loaders, prepare_corpus
+from jaxtrain.config.phases import rate_lines, spans
+from jaxtrain.data.loader import make_loaders, prepare_corpora
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.phases.run_state import state_on_disk
@@ -100,23 +100,21 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
         raise ReplayError(
             f"--replay={at}: {checkpoints.directory} has no complete checkpoint before step {at}"
         )
-    corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-    chosen.check_corpus(corpus)
+    corpora = prepare_corpora(config.data, config.model.vocab_size, config.train)
+    chosen.check_corpora(corpora)
     chosen.log_changes()
     clock.enter(Phase.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
         step = make_step(config, mesh, run.setup)
         tokens, replicas = step.abstract_batch["tokens"], step.separate_replicas
-        data, held_out = make_loaders(
-            corpus, config.data, tokens, replicas, config.train.eval_batches
-        )
-        with data, held_out, state_on_disk(step):
+        data, _ = make_loaders(corpora, config.data, spans(config), tokens, replicas, 0)
+        with data, state_on_disk(step):
             compiling = start_compiling(step, executor)
             clock.enter(Phase.COMPILING)
-            cluster.log(*introduction(config, step), corpus.describe())
+            cluster.log(*introduction(config, step), *corpora.describe())
             programs = when_compiled(step, clock, compiling)
-            state, start = chosen.restore(step, corpus)
+            state, start = chosen.restore(step, corpora)
             intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
             numbers = batches_of(range(start.step + 1, at + 1), start.meta.position, recorded)
             cluster.log(

@@ -4,11 +4,13 @@ is compared in hf/test_importing.py, on every layout and without a run."""
 import json
 import pathlib
 import shutil
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from support import ROOT, train_runs as runs
 from support.hf_models import CONFIGS, llama_tensors, write_llama
+from support.hub_server import HubServer
 
 from jaxtrain import convert
 from jaxtrain.run.exit_status import ExitStatus
@@ -91,6 +93,11 @@ def test_as_from_a_checkpoint_of_step_0(folder, started):
     passed_over = f"train.init_from={folder / 'model'} is passed over"
     assert f"continuing from step 0; {passed_over}" in done.out
     assert len(runs.losses(started)) == 3 and runs.losses(started) == runs.losses(workdir)
+    validation = [
+        [(r["step"], r["validation_loss"]) for r in read_metrics(run) if "validation_loss" in r]
+        for run in (started, workdir)
+    ]
+    assert validation[0] == validation[1] and [step for step, _ in validation[0]] == [0, 3]
     of_run, of_convert = (
         {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
         for run in (started, workdir)
@@ -198,3 +205,92 @@ def test_a_roll_back_without_checkpoints_begins_with_the_model(folder):
     squares = [np.square(a.astype(np.float64)).sum() for a in llama_tensors().values()]
     # three updates of at most 0.01 each
     assert len(norms) == 3 and norms == pytest.approx([np.sqrt(sum(squares))] * 3, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def hub(folder) -> Iterator[HubServer]:
+    """A hub with the published model, and files beside it that are not read."""
+    shutil.copytree(folder / "model", folder / "repository")
+    (folder / "repository" / "pytorch_model.bin").write_bytes(bytes(5_000))
+    (folder / "repository" / "README.md").write_text("a model")
+    with HubServer() as hub:
+        hub.publish("models/org/name", folder / "repository")
+        yield hub
+
+
+def train_from_hub(
+    hub: HubServer, workdir: pathlib.Path, settings: dict, **status: int
+) -> runs.Done:
+    """A run that starts from the hub's model, whose cache is beside it; settings: and HF_… of the
+    environment"""
+    variables = {name: text for name, text in settings.items() if name.startswith("HF_")}
+    settings = {name: settings[name] for name in settings if name not in variables}
+    command = words(workdir, 1, ONE | {"train.init_from": "org/name"} | settings)
+    environment = hub.environment(workdir.parent / "hub") | variables
+    with runs.running(workdir.parent, *command, environment=environment) as running:
+        return running.end(**status)
+
+
+def test_a_model_of_the_hub(folder, hub):
+    """Its files alone are downloaded, and the run is pinned to their commit."""
+    commit, workdir = hub.repos["models/org/name"].revisions["main"], folder / "of_hub"
+    done = train_from_hub(hub, workdir, {"train.steps": 2})
+    assert f"starting: weights from org/name@{commit}" in done.out and done.err == ""
+    assert hub.files() == {"config.json", "tokenizer.json", "model.safetensors"}
+    config = json.loads((workdir / "config.json").read_text())
+    assert config["train"]["init_from"] == config["data"]["tokenizer"] == f"org/name@{commit}"
+
+
+@pytest.mark.full
+def test_a_run_from_the_hub_goes_on(folder, hub):
+    """The same command, with the cache alone, or with neither cache nor hub: the branch has moved,
+    and its model is another one."""
+    workdir = folder / "goes_on"
+    commit = hub.repos["models/org/name"].revisions["main"]
+    train_from_hub(hub, workdir, {"train.steps": 1})
+    other = CONFIGS["llama"] | {"rms_norm_eps": 0.5}
+    (folder / "repository" / "config.json").write_text(json.dumps(other))
+    hub.publish("models/org/name", folder / "repository")
+    hub.requests.clear()
+    done = train_from_hub(hub, workdir, {"train.steps": 2})
+    note = f"note: train.init_from=org/name is org/name@{commit}, as in goes_on/config.json"
+    assert note in done.out and "  train.init_from: " not in done.out and not hub.requests
+    train_from_hub(hub, workdir, {"train.steps": 3, "HF_HUB_OFFLINE": "1"})
+    nowhere = {"HF_HOME": str(folder / "empty"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    train_from_hub(hub, workdir, {"train.steps": 4} | nowhere)
+    assert runs.last_step(workdir) == 4
+    # the model that the branch has now is the checkpoint's no longer
+    moved = f"org/name@{hub.repos['models/org/name'].revisions['main']}"
+    done = train_from_hub(hub, workdir, {"train.init_from": moved}, status=ExitStatus.BAD_CONFIG)
+    assert done.err.startswith(f"error: train.init_from='{moved}' is another model than that of ")
+
+
+@pytest.mark.full
+def test_other_commands_read_the_hub(folder, hub):
+    """convert, plan and a dry run; of these convert alone needs the weights."""
+    hub.publish("models/org/planned", folder / "model")
+    environment = hub.environment(folder / "hub_of_plan")
+    hub.requests.clear()
+    for command in (
+        *("jaxtrain.plan --config=from_hf --config.train.init_from=org/planned --devices=2",),
+        *("jaxtrain.convert from_hf org/planned --workdir=converted_from_hub",),
+    ):
+        with runs.running(folder, *command.split(), environment=environment) as running:
+            done = running.end()
+        assert ("model.safetensors" in hub.files()) == ("convert" in command), done.out
+    with runs.running(
+        folder, *"jaxtrain.convert from_hf org/plan --workdir=none".split(), environment=environment
+    ) as running:
+        done = running.end(ExitStatus.BAD_CONFIG)
+    assert done.err.startswith("error: from_hf='org/plan' is nothing here, and no repository of")
+
+
+@pytest.mark.full
+def test_a_repository_without_safetensors(folder, hub):
+    shutil.copytree(folder / "model", folder / "pickled")
+    (folder / "pickled" / "model.safetensors").rename(folder / "pickled" / "pytorch_model.bin")
+    hub.publish("models/org/pickled", folder / "pickled")
+    settings = {"train.init_from": "org/pickled"}
+    done = train_from_hub(hub, folder / "none", settings, status=ExitStatus.BAD_CONFIG)
+    assert "has neither model.safetensors nor model.safetensors.index.json" in done.err
+    assert done.err.count("\n") == 1 and not (folder / "none").exists()

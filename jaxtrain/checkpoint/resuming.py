@@ -59,9 +59,10 @@ from jaxtrain.config import (
     sources,
     suggestion,
 )
+from jaxtrain.config.groups.mixture_settings import mixture_of
 from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
-from jaxtrain.data.corpus import Corpus
+from jaxtrain.data.corpora import Corpora
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.prepared_run import PreparedRun
@@ -189,25 +190,34 @@ class ChosenStep:
         source = "" if step is None else f"step {step}"
         return StartPoint(step or 0, self.choice.meta, source, self.choice.unrecognized)
 
-    def check_corpus(self, corpus: Corpus) -> None:
-        """Raises ConfigError if the checkpoint's corpus is another one at another path,
+    def check_corpora(self, corpora: Corpora) -> None:
+        """Raises ConfigError if a corpus of the checkpoint is another one at another path,
         DataError if it has changed. A corpus may have moved."""
         meta = self.choice.meta
-        if not self.choice.step or meta.checksum == corpus.checksum:
+        if not self.choice.step:
             return  # a published model's checkpoint of step 0 has seen no corpus
-        checksums = f"(checksum {corpus.checksum[:12]}, in the checkpoint {meta.checksum[:12]})"
-        stored = meta.stored_config().data.source
-        if stored != corpus.source:
-            rule = f"is not the corpus of the checkpoint's data.source={stored!r} {checksums}"
-            use = "the same files"
-            with contextlib.suppress(ConfigError):  # those of the checkpoint may be gone
-                sources.check(stored)
-                use = suggestion({"data.source": stored})
-            raise ConfigError("data.source", corpus.source, rule, f"{use} (or another --workdir)")
-        raise DataError(
-            f"data.source={corpus.source} has changed since the checkpoint {checksums}: put it "
-            "back or use another --workdir"
-        )
+        stored_sources = {one.name: one for one in mixture_of(meta.stored_config().data)}
+        stored_checksums = meta.checksums or {"": meta.checksum}
+        for source, corpus in corpora.pairs():
+            before = stored_checksums.get(source.name, corpus.checksum)
+            if corpus.checksum == before:
+                continue
+            checksums = f"(checksum {corpus.checksum[:12]}, in the checkpoint {before[:12]})"
+            stored = stored_sources[source.name].data.source
+            if stored != corpus.source:
+                rule = (
+                    f"is not the corpus of the checkpoint's {source.setting}={stored!r} {checksums}"
+                )
+                use = "the same files"
+                with contextlib.suppress(ConfigError):  # those of the checkpoint may be gone
+                    sources.check(stored)
+                    use = suggestion({source.setting: stored})
+                use = f"{use} (or another --workdir)"
+                raise ConfigError(source.setting, corpus.source, rule, use)
+            raise DataError(
+                f"{source.setting}={corpus.source} has changed since the checkpoint {checksums}: "
+                "put it back or use another --workdir"
+            )
 
     def log_changes(self) -> None:
         """Lists the settings that differ from those of the checkpoint."""
@@ -220,11 +230,11 @@ class ChosenStep:
             )
 
     def candidates(
-        self, step: Step, corpus: Corpus, new_state: Callable[[], TrainState]
+        self, step: Step, corpora: Corpora, new_state: Callable[[], TrainState]
     ) -> "Candidates":
         """This checkpoint, and the local ones that are newer.
 
-        step: knows the state's layout; corpus: the run's, as checked; new_state: as in Candidates
+        step: knows the state's layout; corpora: the run's, as checked; new_state: as in Candidates
 
         Raises CheckpointError if the run's id can be neither read nor written.
         """
@@ -238,19 +248,19 @@ class ChosenStep:
             )
             shards = Shards(stored_arrays(*stored_state(step)))
             files = LocalFiles(pathlib.Path(run.config.checkpoint.local) / name, shards)
-            why_not = functools.partial(self._why_not_local, corpus)
+            why_not = functools.partial(self._why_not_local, corpora)
             steps = files.candidates(self.start.step, run.config.train.steps, why_not)
             local = LocalCandidates(files, start_id, steps)
-        return Candidates(self, step, corpus, new_state, local)
+        return Candidates(self, step, corpora, new_state, local)
 
-    def restore(self, step: Step, corpus: Corpus) -> tuple[TrainState, StartPoint]:
+    def restore(self, step: Step, corpora: Corpora) -> tuple[TrainState, StartPoint]:
         """The state of this checkpoint, or of the newest one before it that turns out to be
-        undamaged. Arguments as of `candidates`; errors as of `choose` and `check_corpus`, because
+        undamaged. Arguments as of `candidates`; errors as of `choose` and `check_corpora`, because
         an older checkpoint may have other settings and another corpus."""
 
         def choose_again(damaged: Mapping[int, str]) -> StepChoice:
             chosen = self.folder.choose(damaged)
-            chosen.check_corpus(corpus)
+            chosen.check_corpora(corpora)
             chosen.log_changes()
             return chosen.choice
 
@@ -259,12 +269,14 @@ class ChosenStep:
         )
         return with_working(step.layout, state), ChosenStep(self.folder, choice).start
 
-    def _why_not_local(self, corpus: Corpus, meta: Meta) -> str:
+    def _why_not_local(self, corpora: Corpora, meta: Meta) -> str:
         """The reason not to resume from a local checkpoint with this meta, in words; "" if there is
         none. A persistent checkpoint that does not fit ends the run, but a local one is only a
         newer copy."""
-        if meta.checksum != corpus.checksum:
-            return f"data.source={corpus.source} has changed since"
+        stored = meta.checksums or {"": meta.checksum}
+        for source, corpus in corpora.pairs():
+            if stored.get(source.name, corpus.checksum) != corpus.checksum:
+                return f"{source.setting}={corpus.source} has changed since"
         try:
             self.folder.refuse(meta)
         except ConfigError as error:
@@ -295,7 +307,7 @@ class Candidates:
 
     chosen: ChosenStep
     step: Step
-    corpus: Corpus
+    corpora: Corpora
     new_state: Callable[[], TrainState]
     local: LocalCandidates | None
 
@@ -326,7 +338,7 @@ class Candidates:
             start = StartPoint(local.step, local.meta, source, unrecognized)
             return with_working(self.step.layout, stored), start
         if self.chosen.start.resumes:
-            return self.chosen.restore(self.step, self.corpus)
+            return self.chosen.restore(self.step, self.corpora)
         return (initial.result() if initial else self.new_state()), self.chosen.start
 
 

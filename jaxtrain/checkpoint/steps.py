@@ -35,7 +35,7 @@ LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 STEP_NAME = re.compile("0|[1-9][0-9]{0,9}")
 
-VERSION = 3  # of the metas that this code writes
+VERSION = 4  # of the metas that this code writes
 # Groups of a state's arrays, before the "/" of their names: the parameters of all replicas, and
 # those of independent replicas' last exchange (training/update/diloco.py).
 PARAMETERS, ANCHOR = "params", "anchor"
@@ -95,7 +95,8 @@ class Meta:
     step:      the number of steps done
     position:  the number of the next batch; more than `step` if batches were passed over
     wall_s:    seconds that the run had taken until then
-    checksum:  the corpus's (data/preparing/prepare.py)
+    checksum:  the corpus's (data/preparing/prepare.py), or a digest of several ones'
+    checksums: those of a mixture's corpora, by the names of their sources
     tokenizer: the tokenizer's description (Tokenizer.describe)
     memory:    the losses and rollbacks that the run remembers (training/recovery.py)
     """
@@ -106,6 +107,7 @@ class Meta:
     position: int = 0
     wall_s: float = 0.0
     checksum: str = ""
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     tokenizer: dict[str, Any] = dataclasses.field(default_factory=dict)
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -114,7 +116,7 @@ class Meta:
         """The meta that a JSON object holds. Keys that are missing or have another type get their
         default."""
         types: dict[str, Any] = {
-            **dict.fromkeys(("config", "tokenizer", "memory"), dict),
+            **dict.fromkeys(("config", "checksums", "tokenizer", "memory"), dict),
             **dict.fromkeys(("version", "step", "position"), int),
             "checksum": str,
             "wall_s": (int, float),

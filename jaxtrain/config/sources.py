@@ -97,13 +97,21 @@ HELP = (
 
 
 class File(NamedTuple):
-    """A file of a source. path: an address if it lies in a store; format: a key of FORMATS; size:
-    bytes; modified: nanoseconds since the epoch, or in a store the version of its content."""
+    """A file of a source, or an extent of one (data/reading/extents.py).
+
+    path: an address if it lies in a store
+    format: a key of FORMATS
+    size: bytes of the whole file
+    modified: nanoseconds since the epoch, or in a store the version of its content
+    first, last: the extent, in bytes of JSONL or row groups of Parquet; last=0: to the end
+    """
 
     path: str
     format: str
     size: int
     modified: int | str
+    first: int = 0
+    last: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,22 +19,19 @@ Legend: T the sequence length.
 """
 
 import bisect
-import contextlib
 import functools
 import hashlib
-import json
 
 import numpy as np
 
-from jaxtrain.data.corpus import Corpus
+from jaxtrain.data.corpus import Corpus, stored
 from jaxtrain.data.split import Stream
-from jaxtrain.run import files
 
 GROUP = 1 << 20  # tokens of a group at least
 SEQUENCES = 256  # of a group at least: with few of them more is padding
 STORED = 64  # groups from which on their sequences are counted once, and stored
 PACKED = 128  # groups in memory: those of a window of the order, and of the next one
-FORMAT = 1  # of the stored file
+FORMAT = 1  # of the stored counts
 
 
 class BestFit:
@@ -44,37 +41,31 @@ class BestFit:
         self._documents, self._stream = np.asarray(corpus.documents), stream
         self._length, self.repeated = sequence_length, False
         self._tokens = max(GROUP, SEQUENCES * sequence_length)
-        self._pack = functools.lru_cache(PACKED)(self._pack_group)
+        self._packed = functools.lru_cache(PACKED)(self._pack)
         groups = -(-len(stream) // self._tokens)
-        counts = self._stored(corpus, groups) if groups > STORED else self._count(groups)
+        count = lambda: [pack(np.diff(self._pieces(i)), self._length + 1)[1] for i in range(groups)]
+        if groups > STORED:
+            key = hashlib.sha256(f"{FORMAT} {corpus.checksum} {sequence_length}".encode())
+            key.update(np.append(stream.starts, stream.offsets).tobytes())
+            counts = stored(corpus.folder / f"best-fit-{key.hexdigest()[:16]}.txt", count)
+        else:
+            counts = count()
         self.firsts = np.append(0, np.cumsum(counts, dtype=np.int64))
 
     def ranges(self, s: int) -> list[tuple[int, int]]:
         group = int(np.searchsorted(self.firsts, s, "right")) - 1
-        begins, ends, bounds = self._pack(group)
-        pieces = slice(*bounds[s - self.firsts[group] :][:2])
-        return [*zip(begins[pieces].tolist(), ends[pieces].tolist(), strict=True)]
+        return list(map(tuple, self._packed(group)[s - self.firsts[group]].tolist()))
 
-    def _count(self, groups: int) -> list[int]:
-        return [pack(np.diff(self._pieces(group)), self._length + 1)[1] for group in range(groups)]
+    def group_range(self, group: int) -> tuple[int, int]:
+        pieces = self._pieces(group)
+        return int(pieces[0, 0]), int(pieces[:, 1].max())
 
-    def _stored(self, corpus: Corpus, groups: int) -> list[int]:
-        """The result of `_count`, from a file in the corpus's folder, which is written if it is
-        missing or damaged."""
-        key = hashlib.sha256(f"{FORMAT} {corpus.checksum} {self._length}".encode())
-        for array in (self._stream.starts, self._stream.offsets):
-            key.update(np.ascontiguousarray(array).data)
-        path = corpus.folder / f"best-fit-{key.hexdigest()[:16]}.txt"
-        with contextlib.suppress(OSError, ValueError):
-            digest, _, text = path.read_text().partition("\n")
-            if hashlib.sha256(text.encode()).hexdigest() == digest:
-                return json.loads(text)
-        counts = self._count(groups)
-        text = json.dumps(counts)
-        # without permission to write into the cache, the next run counts them anew
-        with contextlib.suppress(OSError):
-            files.replace_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-        return counts
+    def _pack(self, group: int) -> list[np.ndarray]:
+        """The pieces of each sequence of a group, in the order of the stream, as `_pieces`."""
+        pieces = self._pieces(group)
+        sequences, count = pack(np.diff(pieces), self._length + 1)
+        order = np.argsort(sequences, kind="stable")
+        return np.split(pieces[order], np.searchsorted(sequences[order], np.arange(1, count)))
 
     def _pieces(self, group: int) -> np.ndarray:
         """[pieces, 2] int64: the tokens [begin, end) of the stream in each piece that begins in a
@@ -93,15 +84,6 @@ class BestFit:
         return np.stack(
             [begins, np.minimum(begins + self._length + 1, np.repeat(ends, counts))], axis=1
         )
-
-    def _pack_group(self, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The pieces of a group by sequence, in the order of the stream in each: their begins and
-        ends, and [sequences + 1] the first piece of each sequence, then their number."""
-        pieces = self._pieces(group)
-        sequences, count = pack(np.diff(pieces), self._length + 1)
-        order = np.argsort(sequences, kind="stable")
-        bounds = np.searchsorted(sequences[order], np.arange(count + 1))
-        return pieces[order, 0], pieces[order, 1], bounds
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:

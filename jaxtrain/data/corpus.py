@@ -3,19 +3,23 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 
 from jaxtrain.data.reading.bad_records import Skipped
-from jaxtrain.data.reading.joined import Sliced, check_whole
+from jaxtrain.data.reading.joined import Sliced, check_whole, in_store, prefetch
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.run import files
 
 CHUNK = 4 << 20  # tokens examined at a time
 BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,6 +67,18 @@ class Corpus:
             f"{self.source}, {len(self.validation):,} tokens held out"
         )
 
+    @property
+    def in_store(self) -> bool:
+        """True if tokens are read from a store."""
+        return in_store(self.tokens)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]], is_needed: bool = True) -> None:
+        """Begins to read ranges of tokens ahead that lie in a store. is_needed: they will be read
+        at once."""
+        for first, last in ranges:
+            prefetch(self.tokens, first, last, is_needed)
+            prefetch(self.mask, first, last, is_needed)
+
     def check_whole(self) -> None:
         """Raises FileError if a mapped file was cut short since it was opened."""
         for array in (self.tokens, self.mask):
@@ -79,9 +95,11 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     """
     if not isinstance(corpus.tokenizer, ByteTokenizer) or len(corpus.train) < 2:
         return None
-    path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.json"
-    with contextlib.suppress(OSError, ValueError):  # not there yet
-        return float(files.read_json(path))
+    path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.txt"
+    return stored(path, lambda: _entropy_of_pairs(corpus))
+
+
+def _entropy_of_pairs(corpus: Corpus) -> float:
     n, pairs = corpus.tokenizer.vocab_size, len(corpus.train) - 1
     blocks = -(-pairs // CHUNK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, BIGRAMS // CHUNK)).astype(np.int64))
@@ -95,8 +113,19 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     table = counts.reshape(n, n)
     before = np.broadcast_to(table.sum(1, keepdims=True), table.shape)
     seen = table > 0
-    nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
-    # without permission to write into the cache, the next run computes it anew
+    return float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
+
+
+def stored(path: pathlib.Path, compute: Callable[[], T]) -> T:
+    """The result of `compute`, a JSON value, which a file in a corpus's folder has. It is computed
+    again if that is missing or damaged, or cannot be written."""
+    digest = lambda text: hashlib.sha256(text.encode()).hexdigest()
+    with contextlib.suppress(OSError, ValueError):
+        checksum, _, text = path.read_text().partition("\n")
+        if digest(text) == checksum:
+            return json.loads(text)
+    value = compute()
+    text = json.dumps(value)
     with contextlib.suppress(OSError):
-        files.replace_text(path, json.dumps(nats))
-    return nats
+        files.replace_text(path, f"{digest(text)}\n{text}")
+    return value

@@ -44,6 +44,9 @@ class Packing(Protocol):
     def ranges(self, s: int) -> list[tuple[int, int]]:
         """The tokens [begin, end) of the stream in sequence s, at most T + 1 of them."""
 
+    def group_range(self, group: int) -> tuple[int, int]:
+        """The tokens [begin, end) of the stream in the sequences of a group."""
+
 
 class StreamPacking:
     """Sequences that follow each other in the stream. The rest of the stream is shorter than a
@@ -65,6 +68,10 @@ class StreamPacking:
             times, rest = divmod(size, self._tokens)
             return [(0, self._tokens)] * times + [(0, rest)] * (rest > 0)
         return [(begin, min(begin + size, self._tokens))]
+
+    def group_range(self, group: int) -> tuple[int, int]:
+        begin, end = (self.firsts[group : group + 2] * self._length).tolist()
+        return begin, min(end + 1, self._tokens)
 
 
 class Sequences:
@@ -90,7 +97,7 @@ class Sequences:
         padded: bool = False,
         packing: str = "stream",
     ):
-        self._corpus, self._stream = corpus, stream
+        self._corpus, self.stream = corpus, stream
         self._length, self._across = sequence_length, attend_across_documents
         self._tokens, self._documents = view(corpus.tokens), view(corpus.documents)
         self._mask = view(corpus.mask)
@@ -104,17 +111,25 @@ class Sequences:
         return int(self.packing.firsts[-1])
 
     def __getitem__(self, s: int) -> SequenceArrays:
+        return self._sequence(self.ranges(s))
+
+    def ranges(self, s: int) -> list[tuple[int, int]]:
+        """The ranges of the corpus with the tokens of a sequence, at most T + 1 of them."""
         if not 0 <= s < len(self):
             raise IndexError(f"sequence {s} of {len(self)}")
-        return self._sequence(self.packing.ranges(s))
+        return self.stream.in_corpus(self.packing.ranges(s))
+
+    def prefetch(self, s: int) -> None:
+        """Begins to read a sequence that lies in a store."""
+        if self._corpus.in_store:
+            self._corpus.prefetch(self.ranges(s))
 
     def empty(self) -> SequenceArrays:
         """A sequence of padding: all weights 0."""
         return self._sequence([])
 
-    def _sequence(self, stream_ranges: list[tuple[int, int]]) -> SequenceArrays:
-        """The sequence of at most T + 1 tokens, ranges [begin, end) of the stream."""
-        ranges = [each for begin, end in stream_ranges for each in self._stream.ranges(begin, end)]
+    def _sequence(self, ranges: list[tuple[int, int]]) -> SequenceArrays:
+        """The sequence of at most T + 1 tokens, ranges of the corpus."""
         window = np.zeros(self._length + 1, np.int32)
         ids = read_ranges(self._tokens, ranges)
         n, size = len(ids), self._corpus.tokenizer.vocab_size

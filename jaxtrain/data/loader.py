@@ -1,189 +1,131 @@
 """Batches as global arrays. The number of a batch alone determines its sequences and their places
-in it, and so the processes that read them. A place is a number i from 0 to B − 1:
+in it (batches.py), and so the processes that read them. A place is a number i from 0 to B − 1; in
+the arrays [microbatches, B / microbatches, T] it has the indices
 
-    at place i of batch n  is sequence order[n·B + i] of the split; order = a permutation of all
-                           sequences for each epoch, from the seed
-    in the arrays          [microbatches, B / microbatches, T] it has the indices
-                           [i // (B / microbatches), i % (B / microbatches)];
-                           independent replicas have B / replicas consecutive places each, with the
-                           same rule for a replica's
+    [i // (B / microbatches), i % (B / microbatches)]
 
-Packing and shuffling know nothing of meshes, processes or threads. A process reads the sequences
-that its own devices hold, each once. There is no other state: to resume at batch n is to read batch
-n of the same corpus. Step t has batch t − 1, unless the run has passed over batches; so a
-checkpoint stores the number of the next batch with the step.
+Independent replicas have B / replicas consecutive places each, with the same rule for a replica's.
 
-Legend: B the sequences of the global batch, T the sequence length. document_packing.py cuts
-sequences, preparing/prepare.py prepares a corpus.
+A process reads the sequences that its own devices hold, each once. There is no other state: to
+resume at batch n is to read batch n of the same corpora. Step t has batch t − 1, unless the run has
+passed over batches; so a checkpoint stores the number of the next batch with the step.
+
+Legend: B the sequences of the global batch, T the sequence length.
 """
 
 import collections
 import concurrent.futures
 import functools
-import hashlib
 import itertools
 import pathlib
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
-import grain
 import jax
 import numpy as np
 
 from jaxtrain.config import DataConfig, TrainConfig
-from jaxtrain.data.corpus import Corpus
-from jaxtrain.data.document_packing import Sequences
-from jaxtrain.data.preparing.prepare import prepare
+from jaxtrain.config.phases import Span, span_at
+from jaxtrain.data.batches import Draw, HeldOutBatches, TrainingBatches
+from jaxtrain.data.corpora import Corpora, prepare_all
 from jaxtrain.data.row_log import RowLog
-from jaxtrain.data.tokenizer import DataError, prompt_ids
+from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.devices import cluster
 
 Batch = dict[str, jax.Array]
+Content = TypeVar("Content", bound=TrainingBatches | HeldOutBatches, covariant=True)
 
 
-def prepare_corpus(data: DataConfig, vocab_size: int, train: TrainConfig) -> Corpus:
-    """The corpus, in every process. Raises ClusterError if processes read different ones, and
+def prepare_corpora(data: DataConfig, vocab_size: int, train: TrainConfig) -> Corpora:
+    """The corpora, in every process. Raises ClusterError if processes read different ones, and
     DataError for a `train.sample_prompt` that cannot be encoded."""
-    corpus = prepare(data, vocab_size, progress=jax.process_index() == 0)
-    cluster.agree({"corpus": f"{corpus.checksum[:12]}{cluster.PLACE}{corpus.source}"})
+    corpora = prepare_all(data, vocab_size, progress=jax.process_index() == 0)
+    cluster.agree(
+        {
+            f"{source.name or 'corpus'}": f"{corpus.checksum[:12]}{cluster.PLACE}{corpus.source}"
+            for source, corpus in corpora.pairs()
+        }
+    )
     if train.sample_tokens:
-        prompt_ids(corpus.tokenizer, train.sample_prompt, vocab_size)
-    return corpus
+        prompt_ids(corpora.tokenizer, train.sample_prompt, vocab_size)
+    return corpora
 
 
-class Loader:
-    """The batches of one split of a corpus.
+class Loader(Generic[Content]):
+    """The batches of a mixture or of a validation set, on devices.
 
     A batch is a dict of arrays [microbatches, B / microbatches, T] with the given sharding; its
-    keys and types are those of packing.Sequences.
-
-    The train split goes on for ever, with another order each epoch. The validation split is read
-    once, in the order of the corpus. With `batches` only that many are read, of sequences spread
-    evenly over the split, because its first ones may all be of one document. Sequences of weight 0
-    fill up the last batch.
+    keys and types are those of document_packing.Sequences. Sequences of weight 0 fill up the last
+    batch of a validation set.
 
     Args:
-      corpus: a prepared corpus; a checkpoint needs only its checksum and the number of the next
-        batch.
-      data: the config's group; sequence_length, batch_size, seed, attend_across_documents,
-        packing and prefetch are used.
-      split: "train" or "validation".
+      content: the sequences of the batches.
       sharding: the sharding of [microbatches, B / microbatches, T], over any axes of any mesh.
       microbatches: the number of parts of a batch; divides B.
-      batches: the largest number of batches of the validation split (None: the entire split).
       independent_replicas: the number of replicas that train separately, along the slowest axis of
         a batch's sequences.
+      prefetch: the number of batches that `iterate` reads ahead.
       log: writes down the sequences of each batch that is taken from `iterate`.
-
-    Raises DataError if the train split is empty.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
-        data: Any,
-        split: str,
+        content: Content,
         sharding: jax.sharding.NamedSharding,
         microbatches: int = 1,
-        batches: int | None = None,
         independent_replicas: int = 1,
+        prefetch: int = 2,
         log: RowLog | None = None,
     ):
-        if split not in ("train", "validation"):
-            raise ValueError(f"split {split!r}: use train or validation")
-        if data.batch_size % microbatches:
+        self.content, self._sharding = content, sharding
+        self._microbatches, self._ahead, self._log = microbatches, prefetch, log
+        if wrong := next((s for s in content.spans if s.batch_size % microbatches), None):
             raise ValueError(
-                f"{microbatches} microbatches do not divide data.batch_size={data.batch_size}"
+                f"{microbatches} microbatches do not divide data.batch_size={wrong.batch_size}"
             )
-        self._corpus, self._split, self._train = corpus, split, split == "train"
-        self._batch_size, self._sharding = data.batch_size, sharding
-        self._has_validation = data.validation_fraction > 0
-        self._stream = corpus.train if self._train else corpus.validation
-        self._sequences = Sequences(
-            corpus,
-            self._stream,
-            data.sequence_length,
-            data.attend_across_documents,
-            padded=not self._train,
-            packing=data.packing,
+        self._places = functools.cache(
+            lambda shape: _local_places(sharding, shape, independent_replicas)
         )
-        self._name = (
-            f"the {split} split of {corpus.source} (checksum {corpus.checksum[:12]}, seed "
-            f"{data.seed})"
-        )
-        order = grain.MapDataset.range(len(self._sequences))
-        if self._train:
-            if not len(self._sequences):
-                raise DataError(
-                    f"data.validation_fraction={data.validation_fraction:g} holds out all of the "
-                    f"{len(corpus.tokens)} tokens of data.source={corpus.source}: use "
-                    "--config.data.validation_fraction=0.0"
-                )
-            # Grain adds the epoch to its seed of 32 bits. A digest spreads the seeds, so that
-            # neighbouring ones do not share epochs.
-            digest = hashlib.sha256(str(data.seed).encode()).digest()
-            order = order.shuffle(seed=int.from_bytes(digest[:4], "little")).repeat()
-            self.batches = None
-        else:
-            available = -(-len(self._sequences) // self._batch_size)
-            self.batches = available if batches is None else min(batches, available)
-        self._order = order
-        self.shape = (microbatches, self._batch_size // microbatches, data.sequence_length)
-        self._local, self._local_index = _local_places(sharding, self.shape, independent_replicas)
-        self._ahead, self._log = data.prefetch, log
         self._threads = concurrent.futures.ThreadPoolExecutor(
-            max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}"
+            max(1, prefetch), thread_name_prefix="jaxtrain-batches"
         )
-
-    def remarks(self) -> list[str]:
-        """Lines of text about a split with too few tokens for a batch; [] if it has enough."""
-        count, length = len(self._sequences), self.shape[2]
-        few = f"corpus: the {self._split} split has {len(self._stream):,} tokens"
-        if not self._train:
-            nothing = f"{few}: there is nothing to evaluate on"
-            return [nothing] if self._has_validation and not count else []
-        if self._sequences.packing.repeated:
-            return [
-                f"{few}, and data.sequence_length={length} takes {length + 1}: its documents "
-                "repeat within a sequence"
-            ]
-        if count < self._batch_size:
-            return [
-                f"{few}, which are {count} sequence{'s'[: count > 1]} of {length}, and "
-                f"data.batch_size={self._batch_size}: they repeat within a batch"
-            ]
-        return []
 
     @property
-    def sequences(self) -> int:
-        """The number of sequences in the split: an epoch."""
-        return len(self._sequences)
+    def batches(self) -> int | None:
+        """The number of batches; None: without end."""
+        return self.content.batches
 
-    def specification(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, types and shardings of a batch, for compilation before the first one is read."""
+    def shape(self, span: Span | None = None) -> tuple[int, int, int]:
+        """The shape of a span's batches; None: the first one's."""
+        span = span or self.content.spans[0]
+        return self._microbatches, span.batch_size // self._microbatches, span.sequence_length
+
+    def specification(self, span: Span | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, types and shardings of a span's batches, for compilation before the first one is
+        read; None: the first span's."""
+        arrays = self.content.sequences(span or self.content.spans[0]).empty()
         return {
-            k: jax.ShapeDtypeStruct(self.shape, v.dtype, sharding=self._sharding)
-            for k, v in self._sequences.empty().items()
+            k: jax.ShapeDtypeStruct(self.shape(span), v.dtype, sharding=self._sharding)
+            for k, v in arrays.items()
         }
 
     def batch(self, number: int) -> Batch:
         """Reads the batch with a number; the first one is 0."""
         return self.read(number)[1]
 
-    def read(self, number: int) -> tuple[dict[int, int | None], Batch]:
-        """Reads the batch with a number. Returns two things: the sequence of the split at each
-        place of the batch that this process has read (None: padding), and the batch."""
-        if number < 0 or (self.batches is not None and number >= self.batches):
-            raise IndexError(f"batch {number} of {self.batches} of {self._name}")
-        self._corpus.check_whole()
-        indices = {i: self._index(number * self._batch_size + i) for i in self._local}
-        sequences = [
-            self._sequences.empty() if index is None else self._sequences[index]
-            for index in indices.values()
-        ]
-        return indices, {
-            name: self._global_array([arrays[name] for arrays in sequences])
+    def read(self, number: int) -> tuple[dict[int, Draw | None], Batch]:
+        """Reads the batch with a number. Returns two things: the sequence at each place of the
+        batch that this process has read (None: padding), and the batch."""
+        self.content.check_whole()
+        span = span_at(self.content.spans, number)
+        places, at = self._places(self.shape(span))
+        draws = {place: self.content.draw(number, place) for place in places}
+        self.content.prefetch([*filter(None, draws.values())])
+        padding = functools.cache(self.content.sequences(span).empty)
+        sequences = [draw.arrays() if draw else padding() for draw in draws.values()]
+        return draws, {
+            name: self._global_array([arrays[name] for arrays in sequences], span, at)
             for name in sequences[0]
         }
 
@@ -210,50 +152,34 @@ class Loader:
             for _, future in waiting:
                 future.cancel()
 
-    def describe(self, number: int) -> str:
-        """The epoch and the sequences of a batch, in words."""
-        begin = number * self._batch_size
-        sequences = [self._index(begin + i) for i in range(self._batch_size)]
-        shown = ", ".join(map(str, sequences[:8])) + (", …" if len(sequences) > 8 else "")
-        return (
-            f"batch {number}: epoch {begin // max(1, self.sequences)}, sequences {shown} of the "
-            f"{self.sequences} of {self._name}"
-        )
-
     def close(self) -> None:
         """Ends the threads. Nothing can be iterated afterwards."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> "Loader":
+    def __enter__(self) -> "Loader[Content]":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _index(self, i: int) -> int | None:
-        """The split's sequence at index i of the order; None after the validation split."""
-        if self.batches is None:
-            return self._order[i]
-        if i >= self.sequences:
-            return None
-        evaluated = self.batches * self._batch_size
-        return self._order[i * self.sequences // evaluated if evaluated < self.sequences else i]
-
-    def _taken(self, number: int, sequences: dict[int, int | None], batch: Batch) -> Batch:
+    def _taken(self, number: int, draws: Mapping[int, Draw | None], batch: Batch) -> Batch:
         if self._log:
-            self._log.write(number, sequences)
+            # a padding's place has no sequence, and no log is kept of validation sets
+            self._log.write(number, {place: d.record() for place, d in draws.items() if d})
         return batch
 
-    def _global_array(self, sequences: list[np.ndarray]) -> jax.Array:
-        """The array of a batch, from this process's sequences, in the order of `_local`."""
+    def _global_array(
+        self, sequences: Sequence[np.ndarray], span: Span, at: np.ndarray
+    ) -> jax.Array:
+        """The array of a batch, from this process's sequences. at: as of `_local_places`"""
         local = np.stack(sequences)  # [places that this process reads, T]
 
         def block(index: Any) -> np.ndarray:
-            return local[self._local_index[index[:2]]][..., index[2]]
+            return local[at[index[:2]]][..., index[2]]
 
         # JAX takes this for an implicit transfer
         with jax.transfer_guard_host_to_device("allow"):
-            return jax.make_array_from_callback(self.shape, self._sharding, block)
+            return jax.make_array_from_callback(self.shape(span), self._sharding, block)
 
 
 class Feed:
@@ -265,7 +191,7 @@ class Feed:
       count: the number of batches that will be taken.
     """
 
-    def __init__(self, loader: Loader, position: int, count: int):
+    def __init__(self, loader: Loader[TrainingBatches], position: int, count: int):
         self._loader = loader
         self.jump(position, count)
 
@@ -300,26 +226,30 @@ def _local_places(
 
 
 def make_loaders(
-    corpus: Corpus,
+    corpora: Corpora,
     data: DataConfig,
+    spans: Sequence[Span],
     like: jax.ShapeDtypeStruct,
     replicas: int,
     eval_batches: int,
     rows_folder: pathlib.Path | None = None,
-) -> tuple[Loader, Loader]:
-    """The loaders of training batches and of held-out ones.
+) -> tuple[Loader[TrainingBatches], dict[str, Loader[HeldOutBatches]]]:
+    """The loader of training batches, and name → loader of each validation set.
 
     like: an array of a batch, [microbatches, sequences, tokens] with a NamedSharding
     replicas: those that train separately
-    rows_folder: the run's, where the training batches' rows are logged; None: they are not
+    rows_folder: the run's, where the sequences of training batches are logged; None: they are not
     """
     log = RowLog(rows_folder, jax.process_index(), jax.process_count()) if rows_folder else None
     load = functools.partial(
         Loader,
-        corpus,
-        data,
         sharding=like.sharding,
         microbatches=like.shape[0],
         independent_replicas=replicas,
+        prefetch=data.prefetch,
     )
-    return load(split="train", log=log), load(split="validation", batches=eval_batches)
+    held_out = {
+        name: load(HeldOutBatches(name, one, data, eval_batches))
+        for name, one in corpora.validation_sets.items()
+    }
+    return load(TrainingBatches(corpora, spans), log=log), held_out

@@ -11,7 +11,7 @@ instead.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -42,6 +42,10 @@ class Stream:
             place = int(self.starts[i]) - int(self.offsets[i])
             yield place + begin, place + stop
             begin = stop
+
+    def in_corpus(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The ranges of the corpus with these ranges of the stream."""
+        return [each for one in ranges for each in self.ranges(*one)]
 
     def edges(self, documents: np.ndarray, begin: int, end: int) -> np.ndarray:
         """[n + 1] int64: the places in the stream of the documents, or parts of one, that have
@@ -121,14 +125,14 @@ def _candidates(
     for first in range(0, len(documents) - 1, CHUNK):
         offsets = np.asarray(documents[first : first + CHUNK + 1])
         index = np.arange(first, first + len(offsets) - 1, dtype=np.int64)
-        key = _mix(index.astype(np.uint64))
+        key = mix(index.astype(np.uint64))
         keep = (np.diff(offsets) <= longest) & (key <= limit)
         indices.append(index[keep])
         keys.append(key[keep])
     return np.concatenate(indices), np.concatenate(keys)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """A bijection uint64 → uint64 that looks random: a step of splitmix64 (Steele, Lea, Flood
     2014), written out because a library's generator may change."""
     x = x + np.uint64(0x9E3779B97F4A7C15)

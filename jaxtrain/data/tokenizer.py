@@ -25,6 +25,7 @@ import numpy as np
 import tokenizers
 
 from jaxtrain.config.errors import cut, shown
+from jaxtrain.data import hub
 from jaxtrain.data.marks import (
     BESIDE,
     END_OF_DOCUMENT,
@@ -36,6 +37,8 @@ from jaxtrain.data.marks import (
 )
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import read_regular
+
+TOKENIZER = "tokenizer.json"  # its name in a published model
 
 
 class DataError(RunError, ValueError):
@@ -254,13 +257,18 @@ def check_stops(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def open_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`, whatever the size of the model's vocabulary is.
+    """The tokenizer of `data.tokenizer`, whatever the size of the model's vocabulary is. Raises
+    DataError, and HubError for a repository of the hub.
 
     vocab_size: the model's, for token files without a tokenizer
     """
     if name == "bytes":
         return ByteTokenizer()
-    return NoTokenizer(vocab_size) if name == "none" else FileTokenizer(name)
+    if name == "none":
+        return NoTokenizer(vocab_size)
+    if named := hub.repository("data.tokenizer", name):
+        return FileTokenizer(hub.folder(named, (TOKENIZER, *BESIDE)) / TOKENIZER)
+    return FileTokenizer(name)
 
 
 def tokenizer_from(

@@ -31,10 +31,11 @@ from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.hf import source_files
 from jaxtrain.hf.families.family import layers_of, prediction_modules
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.run_config import Published, read_published
+from jaxtrain.hf.run_config import Published, open_published
 from jaxtrain.hf.safetensors_folder import DTYPES, SafetensorsFolder, TensorRegion
 from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule, index_in
 from jaxtrain.run import streams
+from jaxtrain.run.exit_status import RunError
 from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
 
@@ -124,7 +125,7 @@ def open_weights(published: Published, config: FilledConfig) -> PublishedWeights
     Raises HfError, which names file and tensor, for a file that is missing or damaged, a tensor
     that is missing or that no parameter is for, and for a wrong shape or type.
     """
-    folder, model = SafetensorsFolder(published.folder), config.model
+    folder, model = published.tensors(), config.model
     # each layer and each expert has tensors of its own: no more of them are laid out
     family = published.family
     least = sum(
@@ -161,9 +162,9 @@ def open_weights(published: Published, config: FilledConfig) -> PublishedWeights
 
 def open_together(config: ResolvedConfig) -> PublishedWeights:
     """The tensors of `train.init_from`; every process must call this, and opens them. Raises
-    HfError as `open_weights` in all of them."""
+    RunError in all of them: HfError as `open_weights`, or HubError."""
     return cluster.in_all(
-        lambda: open_weights(read_published(pathlib.Path(config.train.init_from)), config), HfError
+        lambda: open_weights(open_published(config.train.init_from), config), RunError
     )
 
 

@@ -21,12 +21,26 @@ from jaxtrain import config as cfg
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.config.sources import holds_tokens
+from jaxtrain.data import hub
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
 from jaxtrain.hf.model_config import FREE, differing, read_model
 from jaxtrain.hf.quantization import Quantization, read_quantization
-from jaxtrain.hf.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
-from jaxtrain.hf.source_files import CONFIG, SLOW_TOKENIZERS, TOKENIZER, small_files, tokenizer_of
+from jaxtrain.hf.safetensors_folder import (
+    INDEX,
+    SINGLE,
+    SafetensorsFolder,
+    tensor_names,
+    weight_files,
+)
+from jaxtrain.hf.source_files import (
+    CONFIG,
+    SLOW_TOKENIZERS,
+    SMALL_FILES,
+    TOKENIZER,
+    small_files,
+    tokenizer_of,
+)
 from jaxtrain.run.files import CONFIG_FILE
 
 ADAPTER = "adapter_config.json"
@@ -36,10 +50,12 @@ ADAPTER = "adapter_config.json"
 class Origin:
     """The settings that a run takes from the model that it starts from.
 
+    name: `train.init_from` of the run: the folder, or the repository at its commit
     folder: of the published model; place: the file that has the settings
-    tokenizer: a path, "" if there is none; notes: lines for people
+    tokenizer: a path or a repository, "" if there is none; notes: lines for people
     """
 
+    name: str
     folder: pathlib.Path
     place: pathlib.Path
     model: cfg.ModelConfig
@@ -71,6 +87,14 @@ class Published(Origin):
     family: Family
     quantization: Quantization | None
 
+    def tensors(self) -> SafetensorsFolder:
+        """The tensors; a repository's are downloaded. Raises HfError as SafetensorsFolder, and
+        HubError."""
+        if named := hub.repository("train.init_from", self.name):
+            hub.folder(named, (SINGLE,))
+            hub.folder(named, tuple(weight_files(self.folder)))
+        return SafetensorsFolder(self.folder)
+
     @property
     def prediction_fields(self) -> list[str]:
         """The fields of config.json that say how many prediction modules there are."""
@@ -88,12 +112,28 @@ class Published(Origin):
         )
 
 
-def read_published(folder: pathlib.Path) -> Published:
-    """The published model of a folder. Raises HfError for what cannot be honoured."""
-    folder = pathlib.Path(os.path.expanduser(folder)).absolute()
+def open_published(name: str, workdir: str = "", setting: str = "train.init_from") -> Published:
+    """The published model of a folder, or of a repository of the hub, of which all but the weights
+    is downloaded. Raises HfError for what cannot be honoured, HubError for what cannot be read.
+
+    workdir: of a run whose config.json may have the repository's commit; setting: what names it
+    """
+    named = hub.repository(setting, name)
+    if named is None:
+        return read_published(pathlib.Path(os.path.expanduser(name)))
+    named = hub.pinned(named, workdir)
+    return read_published(hub.folder(named, (*SMALL_FILES, INDEX, ADAPTER)), named)
+
+
+def read_published(folder: pathlib.Path, repository: hub.Repository | None = None) -> Published:
+    """The published model of a folder, which is the repository's in the hub's cache if there is
+    one. Raises HfError for what cannot be honoured."""
+    folder = folder.absolute()
     place = folder / CONFIG
     values, files = read_json(place), small_files(folder)
     family, model, notes = read_model(values, str(place))
+    if repository and repository.note:
+        notes.append(repository.note)
     if os.path.lexists(folder / SINGLE) and (folder / INDEX).exists():
         notes.append(f"{INDEX} is left out: {SINGLE} beside it is read, as in transformers")
     if (folder / ADAPTER).exists():
@@ -102,13 +142,15 @@ def read_published(folder: pathlib.Path) -> Published:
         notes += [
             f"{beginning}* is left out: the model has no part for these tensors"
             for beginning in family.unread
-            if any(name.startswith(beginning) for name in SafetensorsFolder(folder))
+            if any(name.startswith(beginning) for name in tensor_names(folder))
         ]
+    tokenizer = repository.text if repository else str(folder.resolve() / TOKENIZER)
     published = Published(
+        repository.text if repository else str(folder),
         folder,
         place,
         model,
-        str(folder.resolve() / TOKENIZER) if TOKENIZER in files else "",
+        tokenizer if TOKENIZER in files else "",
         tuple(notes),
         files,
         values,
@@ -118,34 +160,38 @@ def read_published(folder: pathlib.Path) -> Published:
     # how the names of the prediction modules' tensors begin
     beginnings = [f"{module}." for module in prediction_modules(model)]
     beginnings += [beginning.removeprefix(family.prefix) for beginning in beginnings]
-    if not beginnings or any(
-        name.startswith(tuple(beginnings)) for name in SafetensorsFolder(folder)
-    ):
+    if not beginnings:
+        return published
+    # an index has the names, so that a plan needs no weights
+    names = tensor_names(folder) if (folder / INDEX).exists() else published.tensors()
+    if any(name.startswith(tuple(beginnings)) for name in names):
         return published
     for field in published.prediction_fields:  # transformers saves no modules
         notes.append(f"{field}={model.mtp_depth} is read as 0: the files have none of its tensors")
     return dataclasses.replace(published.without_predictions(), notes=tuple(notes))
 
 
-def read_origin(folder: str, workdir: str) -> Origin:
+def read_origin(name: str, workdir: str) -> Origin:
     """The settings of `train.init_from`. Those of the run in `workdir` count if it began with this
-    folder, and the folder is gone. Raises HfError for what cannot be honoured, ConfigError for a
-    folder without config.json."""
-    path, stored = (
-        pathlib.Path(os.path.expanduser(folder)).absolute(),
-        pathlib.Path(workdir) / CONFIG_FILE,
-    )
-    if not os.path.exists(path / CONFIG):  # unlike Path.exists, also for a name that is too long
+    folder or repository, which is gone or out of reach. Raises HfError for what cannot be honoured,
+    HubError as `open_published`, ConfigError for a folder without config.json."""
+    stored, named = pathlib.Path(workdir) / CONFIG_FILE, hub.repository("train.init_from", name)
+    path = pathlib.Path(name if named else os.path.expanduser(name)).absolute()
+    try:
+        # unlike Path.exists, also for a name that is too long
+        if not named and not os.path.exists(path / CONFIG):
+            rule = f"is no folder with a {CONFIG} of a published model"
+            raise cfg.ConfigError("train.init_from", name, rule)
+        return open_published(name, workdir)
+    except (cfg.ConfigError, hub.HubError) as error:
         with contextlib.suppress(HfError, ValueError, AttributeError, TypeError):
-            run = cfg.from_dict(read_json(stored))
-            if run.train.init_from == str(path):
-                return Origin(
-                    path, stored, run.model, tokenizer_of(run.data.tokenizer, stored.parent), ()
-                )
-        raise cfg.ConfigError(
-            "train.init_from", folder, f"is no folder with a {CONFIG} of a published model"
-        )
-    return read_published(path)
+            run, name = cfg.from_dict(read_json(stored)), str(path)
+            if named:
+                name = hub.pinned(named, workdir).text
+            if run.train.init_from == name:
+                tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
+                return Origin(name, path, stored, run.model, tokenizer, ())
+        raise error
 
 
 def notes_of_length(data: cfg.DataConfig, place: pathlib.Path) -> tuple[str, ...]:
@@ -206,7 +252,7 @@ def started_from(
             fixes=[{name: value}],
         )
     if config.train.init_from:
-        config = cfg.replace(config, {"train.init_from": str(origin.folder)})
+        config = cfg.replace(config, {"train.init_from": origin.name})
     return config, before
 
 

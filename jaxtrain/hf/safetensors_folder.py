@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -70,7 +70,7 @@ class SafetensorsFolder:
     def __init__(self, folder: pathlib.Path):
         self.path = folder
         self._entries: dict[str, FileTensor] = {}
-        for file, listed in _files(folder).items():
+        for file, listed in weight_files(folder).items():
             entries = read_header(folder / file)
             for name in listed:
                 if name not in entries:
@@ -120,7 +120,7 @@ class SafetensorsFolder:
         return numbers
 
 
-def _files(folder: pathlib.Path) -> dict[str, list[str]]:
+def weight_files(folder: pathlib.Path) -> dict[str, list[str]]:
     """File → the tensors that the index says are in it; [] for the single file, which has
     precedence over an index, as in transformers."""
     if os.path.lexists(folder / SINGLE):
@@ -146,6 +146,12 @@ def _files(folder: pathlib.Path) -> dict[str, list[str]]:
     pickled = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
     rest = f"; {min(pickled)} is pickled, which is not read" if pickled else ""
     raise HfError(f"{folder} has neither {SINGLE} nor {INDEX}{rest}")
+
+
+def tensor_names(folder: pathlib.Path) -> Collection[str]:
+    """The names of a folder's tensors, for which an index is enough. Raises HfError."""
+    listed = [name for names in weight_files(folder).values() for name in names]
+    return listed or [*SafetensorsFolder(folder)]
 
 
 # --- headers --------------------------------------------------------------------------------------

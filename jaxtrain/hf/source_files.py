@@ -7,11 +7,12 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.data.tokenizer import TOKENIZER
 from jaxtrain.hf.fields import HfError
 from jaxtrain.run.files import fresh, parse_json, read_regular
 
 SOURCE = "hf"  # the folder of a run with the small files of the model that it began with
-CONFIG, TENSORS, TOKENIZER = "config.json", "tensors.json", "tokenizer.json"
+CONFIG, TENSORS = "config.json", "tensors.json"
 GENERATION = "generation_config.json"
 REMOTE_CODE, QUANTIZATION = "auto_map", "quantization_config"  # fields of config.json
 # Those of tokenizers that need transformers to be read.

@@ -9,7 +9,9 @@ from etils import epath
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.own_code import OwnCodeError
-from jaxtrain.data.corpus import Corpus, bigram_entropy
+from jaxtrain.data.corpora import Corpora
+from jaxtrain.data.corpus import bigram_entropy
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.devices import cluster
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.generation.text import sample_text
@@ -29,14 +31,18 @@ def draw_losses(folder: pathlib.Path) -> None:
 
 
 def log_results(
-    config: ResolvedConfig, corpus: Corpus, checkpoints: epath.Path, validation_loss: float | None
+    config: ResolvedConfig,
+    corpora: Corpora,
+    checkpoints: epath.Path,
+    validation_loss: float | None,
 ) -> None:
     """Logs, in process 0, the last validation loss next to the corpus's entropy, and a sample of
     the last checkpoint's model"""
     if not cluster.is_main():
         return
     if validation_loss is not None:
-        entropy = bigram_entropy(corpus)
+        alone = corpora.corpora[0] if len(corpora.corpora) == 1 else None
+        entropy = bigram_entropy(alone) if alone else None
         line = METRICS["validation_loss"].line(validation_loss)
         if entropy is not None:
             line += f"; a table of which byte follows which would have {entropy:.4f}"
@@ -65,7 +71,7 @@ def log_results(
     sampler = Sampler(layout.parts, params, jax.numpy.dtype(config.precision.compute))
     text = sample_text(
         sampler,
-        corpus.tokenizer,
+        corpora.tokenizer,
         train.sample_prompt,
         train.sample_tokens,
         Sampling(SAMPLE_TEMPERATURE, seed=train.seed),
@@ -73,11 +79,11 @@ def log_results(
     cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 
 
-def what_next(config: ResolvedConfig, folder: pathlib.Path, corpus: Corpus) -> list[str]:
+def what_next(config: ResolvedConfig, folder: pathlib.Path, tokenizer: Tokenizer) -> list[str]:
     """The last lines of a run that has all its steps: its files, and the next commands."""
     train, model = config.train, config.model
     # The sample's prompt was encoded; an empty one is an end of document, which ids may not have.
-    empty = "0" if corpus.tokenizer.end_of_document is None else ""
+    empty = "0" if tokenizer.end_of_document is None else ""
     generate: dict[str, object] = {"prompt": train.sample_prompt if train.sample_tokens else empty}
     if model.positions == "learned":
         free = model.max_positions - 1 - len(str(generate["prompt"]).encode())

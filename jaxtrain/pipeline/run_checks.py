@@ -24,6 +24,7 @@ from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.mesh_rules import on_mesh
 from jaxtrain.config.rules.mixture_rules import of_corpora
 from jaxtrain.config.rules.rules import SettingsRule, Violation, values_for
+from jaxtrain.data import hub
 from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.step.planned_op_times import HardwareError, load, model_of
@@ -83,10 +84,12 @@ def _files_exist(data: DataConfig) -> Iterator[Violation]:
     # "none" (the corpus has tokens) and "bytes" are no paths
     if value in ("none", "bytes") or os.path.isfile(file):
         return
-    rule = "is neither 'bytes' nor an existing path"
+    similar, rule = sources.similar_files(file), "is neither 'bytes' nor an existing path"
     if value and os.path.exists(file):
         rule = "is not a regular file"
-    yield Violation(path, rule, values_for(path, sources.similar_files(file)))
+    elif not similar and hub.repository(path, value):
+        return  # the hub is asked when all else is right
+    yield Violation(path, rule, values_for(path, similar))
 
 
 def _schedule_exists(pipeline: PipelineConfig) -> Iterator[Violation]:

@@ -179,9 +179,12 @@ def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = Non
 
 def belongs(target: pathlib.Path, folder: str | os.PathLike) -> bool:
     """True for a real path in a folder, and for one in the blobs of the hub's cache that the folder
-    is in: KIND--NAME/snapshots/REVISION/FILE is a link to KIND--NAME/blobs/DIGEST."""
+    is in: KIND--NAME/snapshots/REVISION/FILE is a link to KIND--NAME/blobs/DIGEST, which may be a
+    link to blobs/DI/DIGEST beside all repositories."""
     home = pathlib.Path(os.path.realpath(folder))
-    blobs = [each.parent / "blobs" for each in home.parents if each.name == "snapshots"]
+    repositories = [each.parent for each in home.parents if each.name == "snapshots"]
+    blobs = [repository / "blobs" for repository in repositories]
+    blobs += [each.parent / "blobs" / target.name[:2] for each in repositories]
     return target.is_relative_to(home) or target.parent in blobs
 
 

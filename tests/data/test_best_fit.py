@@ -126,7 +126,7 @@ def test_counts_are_stored_and_made_again_if_damaged(tmp_path, monkeypatch):
     expected = firsts()
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
-    monkeypatch.setattr(BestFit, "_count", lambda *_: pytest.fail("counted again"))
+    monkeypatch.setattr(BestFit, "_pieces", lambda *_: pytest.fail("counted again"))
     assert firsts() == expected
     monkeypatch.undo()
     monkeypatch.setattr(best_fit, "GROUP", 50)

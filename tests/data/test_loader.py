@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.config.groups.mixture_settings import MixtureSource
+from jaxtrain.config.phases import Span
 from jaxtrain.data import document_packing
+from jaxtrain.data.batches import HeldOutBatches, TrainingBatches
+from jaxtrain.data.corpora import Corpora, ValidationSet
 from jaxtrain.data.document_packing import Sequences
 from jaxtrain.data.loader import Feed, Loader
 from jaxtrain.data.preparing.prepare import prepare
-from jaxtrain.data.row_log import RowLog, read_rows
+from jaxtrain.data.row_log import RowLog, check_rows, read_rows
 from jaxtrain.data.tokenizer import DataError
 
 BATCH, LENGTH = 8, 8
@@ -44,6 +48,27 @@ def sharding(replica=1, data=1, context=1, model=1, spec=SPEC):
     return NamedSharding(jax.sharding.Mesh(devices, ("replica", "data", "context", "model")), spec)
 
 
+def load(corpus, data, split, sharding, microbatches=1, batches=None, **options):
+    """The loader of one split of a corpus."""
+    if split == "train":
+        span = Span("", 0, 10**6, data.batch_size, data.sequence_length, (1.0,), 0, 0)
+        content = TrainingBatches(Corpora((MixtureSource("", data),), (corpus,)), [span])
+    else:
+        held_out = ValidationSet(corpus, corpus.validation)
+        content = HeldOutBatches("", held_out, data, batches)
+    return Loader(content, sharding, microbatches, prefetch=data.prefetch, **options)
+
+
+def index(loader, i):
+    """The sequence at place i of all batches."""
+    return loader.content.draw(i // BATCH, i % BATCH).number
+
+
+def epoch_of(loader):
+    """The number of sequences in an epoch."""
+    return len(loader.content.sequences(loader.content.spans[0]))
+
+
 def flat(batch):
     """Sequences in their global order, [B, T] each."""
     return {name: np.asarray(array).reshape(BATCH, LENGTH) for name, array in batch.items()}
@@ -69,8 +94,8 @@ LAYOUTS = [
 def test_mesh_changes_nothing(config, corpus, layout, across):
     data = config(attend_across_documents=across)
     with (
-        Loader(corpus, data, "train", sharding()) as one,
-        Loader(corpus, data, "train", sharding(**layout)) as many,
+        load(corpus, data, "train", sharding()) as one,
+        load(corpus, data, "train", sharding(**layout)) as many,
     ):
         for step in (0, 1, 30):
             batch = many.batch(step)
@@ -87,11 +112,13 @@ def test_mesh_changes_nothing(config, corpus, layout, across):
 )
 def test_microbatches_cut_the_batch_in_order(config, corpus, microbatches, layout):
     with (
-        Loader(corpus, config(), "train", sharding()) as one,
-        Loader(corpus, config(), "train", sharding(**layout), microbatches) as many,
+        load(corpus, config(), "train", sharding()) as one,
+        load(corpus, config(), "train", sharding(**layout), microbatches) as many,
     ):
         batch = many.batch(3)
-        assert batch["tokens"].shape == (microbatches, BATCH // microbatches, LENGTH) == many.shape
+        assert (
+            batch["tokens"].shape == (microbatches, BATCH // microbatches, LENGTH) == many.shape()
+        )
         same(flat(batch), flat(one.batch(3)))
         for i in range(BATCH):
             place = (i // (BATCH // microbatches), i % (BATCH // microbatches))
@@ -105,8 +132,8 @@ def test_replicas_that_train_apart_have_sequences_of_their_own(config, corpus, m
     """The same ones whatever the microbatches, in order."""
     layout = sharding(replica=2, data=2)
     with (
-        Loader(corpus, config(), "train", sharding()) as one,
-        Loader(corpus, config(), "train", layout, microbatches, independent_replicas=2) as many,
+        load(corpus, config(), "train", sharding()) as one,
+        load(corpus, config(), "train", layout, microbatches, independent_replicas=2) as many,
     ):
         wanted, got = flat(one.batch(3)), many.batch(3)
         for replica in range(2):
@@ -122,15 +149,15 @@ def test_replicas_that_train_apart_have_sequences_of_their_own(config, corpus, m
 def test_sharded_over_microbatches_too(config, corpus):
     spread = sharding(replica=2, data=2, context=2, spec=PartitionSpec("replica", "data"))
     with (
-        Loader(corpus, config(), "train", sharding()) as one,
-        Loader(corpus, config(), "train", spread, 4) as many,
+        load(corpus, config(), "train", sharding()) as one,
+        load(corpus, config(), "train", spread, 4) as many,
     ):
         same(flat(many.batch(5)), flat(one.batch(5)))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_threads_change_nothing(config, corpus, prefetch, monkeypatch):
-    with Loader(corpus, config(), "train", sharding()) as reference:
+    with load(corpus, config(), "train", sharding()) as reference:
         expected = [flat(reference.batch(step)) for step in range(12)]
     read = Sequences.__getitem__
 
@@ -139,15 +166,15 @@ def test_threads_change_nothing(config, corpus, prefetch, monkeypatch):
         return read(sequences, r)
 
     monkeypatch.setattr(Sequences, "__getitem__", uneven)
-    with Loader(corpus, config(prefetch=prefetch), "train", sharding(data=2)) as loader:
+    with load(corpus, config(prefetch=prefetch), "train", sharding(data=2)) as loader:
         for batch, sequences in zip(loader.iterate(0, 12), expected, strict=True):
             same(flat(batch), sequences)
 
 
 def test_resuming_is_continuing(config, corpus):
-    with Loader(corpus, config(), "train", sharding()) as loader:
+    with load(corpus, config(), "train", sharding()) as loader:
         whole = [flat(batch) for batch in loader.iterate(0, 40)]
-    with Loader(corpus, config(), "train", sharding(data=4), 2) as loader:
+    with load(corpus, config(), "train", sharding(data=4), 2) as loader:
         for sequences, batch in zip(whole[17:], loader.iterate(17, 40), strict=True):
             same(flat(batch), sequences)
 
@@ -160,7 +187,7 @@ def order_of(corpus, data, steps):
         for r in range(len(sequences))
     }
     assert len(index) == len(sequences)
-    with Loader(corpus, data, "train", sharding()) as loader:
+    with load(corpus, data, "train", sharding()) as loader:
         batches = [flat(loader.batch(step)) for step in range(steps)]
     return [
         index[batch["tokens"][i].tobytes() + batch["targets"][i].tobytes()]
@@ -195,9 +222,9 @@ def test_golden_order(config, write):
         257,
         progress=False,
     )
-    with Loader(corpus, config(), "train", sharding()) as loader:
-        assert [loader._index(i) for i in range(BATCH)] == [32, 30, 10, 0, 1, 29, 38, 17]
-        assert [loader._index(10**9 + i) for i in range(BATCH)] == [20, 37, 31, 32, 22, 15, 41, 18]
+    with load(corpus, config(), "train", sharding()) as loader:
+        assert [index(loader, i) for i in range(BATCH)] == [32, 30, 10, 0, 1, 29, 38, 17]
+        assert [index(loader, 10**9 + i) for i in range(BATCH)] == [20, 37, 31, 32, 22, 15, 41, 18]
 
 
 def test_each_sequence_is_read_once(config, corpus, monkeypatch):
@@ -205,7 +232,7 @@ def test_each_sequence_is_read_once(config, corpus, monkeypatch):
     monkeypatch.setattr(
         Sequences, "__getitem__", lambda sequences, r: seen.append(r) or read(sequences, r)
     )
-    with Loader(
+    with load(
         corpus,
         config(attend_across_documents=False),
         "train",
@@ -225,10 +252,10 @@ def test_only_the_sequences_of_this_process(config, corpus, monkeypatch):
         if device.id >= 4
     }
     read, seen = Sequences.__getitem__, []
-    with Loader(corpus, config(), "train", whole, 2) as loader:
-        everything = [r for i in range(BATCH) for r in [loader._index(i)]]
+    with load(corpus, config(), "train", whole, 2) as loader:
+        everything = [r for i in range(BATCH) for r in [index(loader, i)]]
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", lambda *_: mine)
-    with Loader(corpus, config(), "train", whole, 2) as loader:
+    with load(corpus, config(), "train", whole, 2) as loader:
         monkeypatch.setattr(
             Sequences, "__getitem__", lambda sequences, r: seen.append(r) or read(sequences, r)
         )
@@ -255,21 +282,22 @@ def test_another_number_of_processes_neither_repeats_nor_skips_a_sequence(
                 device: index for device, index in devices_of(s, shape).items() if device.id in mine
             }
             monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", own)
-            with Loader(
+            with load(
                 corpus, config(), "train", whole, log=RowLog(tmp_path, process, processes)
             ) as loader:
                 assert len([*loader.iterate(start, stop)]) == stop - start
     found = read_rows(tmp_path)
+    assert check_rows(tmp_path)[""].sequences == 44 * BATCH
     assert [*found] == list(range(44)) and all(
         sequences.keys() == set(range(BATCH)) for sequences in found.values()
     )
-    order = [sequences[place] for sequences in found.values() for place in range(BATCH)]
-    assert order == [loader._index(i) for i in range(44 * BATCH)] and 2 * loader.sequences < len(
+    order = [sequences[place].number for sequences in found.values() for place in range(BATCH)]
+    assert order == [index(loader, i) for i in range(44 * BATCH)] and 2 * epoch_of(loader) < len(
         order
     )
     for epoch in range(2):
-        assert sorted(order[epoch * loader.sequences : (epoch + 1) * loader.sequences]) == list(
-            range(loader.sequences)
+        assert sorted(order[epoch * epoch_of(loader) : (epoch + 1) * epoch_of(loader)]) == list(
+            range(epoch_of(loader))
         )
 
 
@@ -281,20 +309,26 @@ jax.config.update("jax_num_cpu_devices", 4)
 process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 import numpy as np
+from jaxtrain.config.groups.mixture_settings import MixtureSource
+from jaxtrain.config.phases import Span
 from jaxtrain.data import document_packing, loader
+from jaxtrain.data.batches import TrainingBatches
+from jaxtrain.data.corpora import Corpora
 from jaxtrain.data.preparing import prepare as tokens
 data = types.SimpleNamespace(
     source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0,
-    attend_across_documents=True, packing="stream", prefetch=2, loss_mask=("q",),
-    text_fields=("q", "text"), validation_fraction=0.1, bad_records="stop", token_dtype="uint16",
-    cache=cache,
+    attend_across_documents=True, prefetch=2, loss_mask=("q",), text_fields=("q", "text"),
+    validation_fraction=0.1, bad_records="stop", token_dtype="uint16", cache=cache, filter="",
+    duplicates="keep",
 )
 corpus = tokens.prepare(data, 257, progress=False)
 read, seen = document_packing.Sequences.__getitem__, []
 document_packing.Sequences.__getitem__ = lambda sequences, r: seen.append(r) or read(sequences, r)
 mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
-with loader.Loader(corpus, data, "train", sharding, 2) as batches:
+corpora = Corpora((MixtureSource("", data),), (corpus,))
+span = Span("", 0, 10, 8, 8, (1.0,), 0, 0)
+with loader.Loader(TrainingBatches(corpora, [span]), sharding, 2) as batches:
     total = np.zeros((2, 4, 8), np.int64)
     for batch in batches.iterate(3, 5):
         for shard in batch["targets"].addressable_shards:
@@ -318,7 +352,7 @@ def test_two_processes(config, corpus, tmp_path, start_python):
     )
     assert len(first) == len(second) == 2
     halves = [[json.loads(line.split(" ", 1)[1]) for line in lines] for lines in (first, second)]
-    with Loader(corpus, config(), "train", sharding(), 2) as loader:
+    with load(corpus, config(), "train", sharding(), 2) as loader:
         for step, mine, theirs in zip((3, 4), *halves, strict=True):
             expected = np.asarray(loader.batch(step)["targets"])
             np.testing.assert_array_equal(np.array(mine)[:, :2], expected[:, :2])
@@ -336,7 +370,7 @@ def test_two_processes(config, corpus, tmp_path, start_python):
 )
 def test_validation_is_read_once_in_order(config, corpus, layout):
     sequences = Sequences(corpus, corpus.validation, LENGTH, padded=True)
-    with Loader(corpus, config(), "validation", sharding(**layout)) as loader:
+    with load(corpus, config(), "validation", sharding(**layout)) as loader:
         assert loader.batches == -(-len(sequences) // BATCH) and len(sequences) % BATCH
         batches = [flat(batch) for batch in loader.iterate()]
         again = [flat(batch) for batch in loader.iterate()]
@@ -359,13 +393,13 @@ def test_validation_is_read_once_in_order(config, corpus, layout):
 
 def test_part_of_the_validation_split(config, corpus):
     sequences = Sequences(corpus, corpus.validation, LENGTH, padded=True)
-    with Loader(corpus, config(), "validation", sharding(data=2), batches=1) as loader:
+    with load(corpus, config(), "validation", sharding(data=2), batches=1) as loader:
         batches = [flat(batch) for batch in loader.iterate()]
     assert len(batches) == 1
     index = {sequences[r]["tokens"].tobytes(): r for r in range(len(sequences))}
     found = [index[sequence.tobytes()] for sequence in batches[0]["tokens"]]
     assert found == sorted(set(found)) and found[0] == 0 and found[-1] >= len(sequences) * 3 // 4
-    with Loader(corpus, config(), "validation", sharding(), batches=10**6) as loader:
+    with load(corpus, config(), "validation", sharding(), batches=10**6) as loader:
         assert loader.batches == -(-len(sequences) // BATCH)
 
 
@@ -374,11 +408,11 @@ def test_validation_smaller_than_a_sequence(config, write):
         config(source=write("a.txt", "abcdefghijklmnopqrstuvwxyz" * 2)), 257, progress=False
     )
     assert len(corpus.validation) == 5
-    with Loader(corpus, config(), "validation", sharding(data=2), 2) as loader:
+    with load(corpus, config(), "validation", sharding(data=2), 2) as loader:
         (batch,) = [flat(batch) for batch in loader.iterate()]
     assert batch["weights"].sum() == 4 and batch["weights"][0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     corpus = prepare(config(source=corpus.source, validation_fraction=0.0), 257, progress=False)
-    with Loader(corpus, config(), "validation", sharding()) as loader:
+    with load(corpus, config(), "validation", sharding()) as loader:
         assert loader.batches == 0 and list(loader.iterate()) == []
 
 
@@ -389,28 +423,26 @@ def test_too_little_text(config, write):
     corpus = prepare(
         config(source=write("a.txt", "abcdefg"), validation_fraction=0.0), 257, progress=False
     )
-    with Loader(corpus, config(), "train", sharding()) as loader:  # 8 tokens, and 9 are needed
+    with load(corpus, config(), "train", sharding()) as loader:  # 8 tokens, and 9 are needed
         few = (
             "corpus: the train split has 8 tokens, and data.sequence_length=8 takes 9: its "
             "documents repeat within a sequence"
         )
-        assert loader.sequences == 1 and loader.remarks() == [few]
+        assert epoch_of(loader) == 1 and loader.content.remarks() == [few]
         for batch in loader.iterate(5, 7):
             assert flat(batch)["tokens"].tolist() == [[*b"abcdefg", 256]] * BATCH
             assert flat(batch)["targets"].tolist() == [[*b"bcdefg", 256, 97]] * BATCH
-    with Loader(corpus, config(sequence_length=7), "train", sharding()) as loader:
+    with load(corpus, config(sequence_length=7), "train", sharding()) as loader:
         few = (
             "corpus: the train split has 8 tokens, which are 1 sequence of 7, and "
             "data.batch_size=8: they repeat within a batch"
         )
-        assert loader.sequences == 1 and loader.remarks() == [few]
+        assert epoch_of(loader) == 1 and loader.content.remarks() == [few]
         list(loader.iterate(0, 2))
-    with Loader(corpus, config(sequence_length=7, batch_size=1), "train", sharding()) as loader:
-        assert not loader.remarks()
-    with Loader(corpus, config(validation_fraction=0.0), "validation", sharding()) as loader:
-        assert not loader.remarks()
-    with Loader(corpus, config(), "validation", sharding()) as loader:
-        assert loader.remarks() == [
+    with load(corpus, config(sequence_length=7, batch_size=1), "train", sharding()) as loader:
+        assert not loader.content.remarks()
+    with load(corpus, config(), "validation", sharding()) as loader:
+        assert loader.content.remarks() == [
             "corpus: the validation split has 0 tokens: there is nothing to evaluate on"
         ]
 
@@ -424,10 +456,10 @@ def test_sequences_fewer_than_a_batch_repeat_evenly(config, write):
         progress=False,
     )
     with (
-        Loader(corpus, config(), "train", sharding()) as one,
-        Loader(corpus, config(), "train", sharding(data=4), 2) as many,
+        load(corpus, config(), "train", sharding()) as one,
+        load(corpus, config(), "train", sharding(data=4), 2) as many,
     ):
-        assert one.sequences == 3 and len(one.remarks()) == 1
+        assert epoch_of(one) == 3 and len(one.content.remarks()) == 1
         whole = [flat(batch) for batch in one.iterate(0, 6)]
         for sequences, batch in zip(whole[3:], many.iterate(3, 6), strict=True):
             same(flat(batch), sequences)
@@ -450,13 +482,13 @@ def test_nothing_left_to_train_on(config, tmp_path):
         match=r"^data.validation_fraction=0.9 holds out all of the 1 tokens of .*: use "
         r"--config.data.validation_f",
     ):
-        Loader(corpus, config(validation_fraction=0.9), "train", sharding())
+        load(corpus, config(validation_fraction=0.9), "train", sharding())
     corpus = prepare(
         config(source=tmp_path / "a.npy", tokenizer="none", validation_fraction=0.0),
         10,
         progress=False,
     )
-    with Loader(corpus, config(), "train", sharding()) as loader:
+    with load(corpus, config(), "train", sharding()) as loader:
         assert (flat(loader.batch(0))["tokens"] == 5).all()
 
 
@@ -468,7 +500,7 @@ def test_a_token_file_that_changed_unseen(config, tmp_path):
     np.save(path, np.full(200, 10, np.uint16))
     for split in ("train", "validation"):
         with (
-            Loader(corpus, config(), split, sharding()) as loader,
+            load(corpus, config(), split, sharding()) as loader,
             pytest.raises(DataError, match="token 10 is beyond the 10 ids"),
         ):
             list(loader.iterate(0, 1))
@@ -476,9 +508,7 @@ def test_a_token_file_that_changed_unseen(config, tmp_path):
 
 def test_wrong_arguments(config, corpus):
     with pytest.raises(ValueError, match="3 microbatches do not divide data.batch_size=8"):
-        Loader(corpus, config(), "train", sharding(), 3)
-    with pytest.raises(ValueError, match="use train or validation"):
-        Loader(corpus, config(), "test", sharding())
+        load(corpus, config(), "train", sharding(), 3)
 
 
 def threads():
@@ -495,8 +525,8 @@ def test_errors_surface_at_their_batch(config, corpus, monkeypatch, prefetch):
             raise OSError("the disk is gone")
         return read(sequences, r)
 
-    with Loader(corpus, config(prefetch=prefetch), "train", sharding()) as loader:
-        bad = loader._index(2 * BATCH + 3)
+    with load(corpus, config(prefetch=prefetch), "train", sharding()) as loader:
+        bad = index(loader, 2 * BATCH + 3)
         monkeypatch.setattr(document_packing.Sequences, "__getitem__", failing)
         batches = loader.iterate(0)
         next(batches), next(batches)
@@ -507,7 +537,7 @@ def test_errors_surface_at_their_batch(config, corpus, monkeypatch, prefetch):
 
 
 def test_threads_end(config, corpus):
-    with Loader(corpus, config(prefetch=4), "train", sharding()) as loader:
+    with load(corpus, config(prefetch=4), "train", sharding()) as loader:
         for _, _batch in zip(range(3), loader.iterate(), strict=False):
             assert 1 <= len(threads()) <= 4
     assert not threads()
@@ -521,7 +551,7 @@ def test_reads_ahead_while_a_batch_is_used(config, corpus, monkeypatch):
     monkeypatch.setattr(
         Loader, "read", lambda loader, number: made.append(number) or read(loader, number)
     )
-    with Loader(corpus, config(prefetch=3), "train", sharding()) as loader:
+    with load(corpus, config(prefetch=3), "train", sharding()) as loader:
         batches = loader.iterate(5)
         next(batches)
         deadline = time.monotonic() + 30
@@ -533,14 +563,14 @@ def test_reads_ahead_while_a_batch_is_used(config, corpus, monkeypatch):
 def test_no_hidden_transfers(config, corpus):
     with (
         jax.transfer_guard("disallow"),
-        Loader(corpus, config(), "train", sharding(data=4), 2) as loader,
+        load(corpus, config(), "train", sharding(data=4), 2) as loader,
     ):
         loader.batch(0)
 
 
 def test_specification_is_what_comes(config, corpus):
     for across in (True, False):
-        with Loader(
+        with load(
             corpus, config(attend_across_documents=across), "train", sharding(data=4), 2
         ) as loader:
             specification, batch = loader.specification(), loader.batch(0)
@@ -554,7 +584,7 @@ def test_specification_is_what_comes(config, corpus):
 
 
 def test_a_feed_jumps(config, corpus):
-    with Loader(corpus, config(), "train", sharding()) as loader:
+    with load(corpus, config(), "train", sharding()) as loader:
         feed, batches = Feed(loader, 2, 3), [flat(loader.batch(number)) for number in range(12)]
         same(flat(feed.next()), batches[2])
         assert feed.position == 3
@@ -568,10 +598,10 @@ def test_a_feed_jumps(config, corpus):
 
 def test_a_batch_in_words_names_its_sequences(config, corpus):
     order, n = order_of(corpus, config(), 40)
-    with Loader(corpus, config(), "train", sharding()) as loader:
+    with load(corpus, config(), "train", sharding()) as loader:
         step = n // BATCH + 2
         sequences = ", ".join(map(str, order[step * BATCH : (step + 1) * BATCH]))
-        assert loader.describe(step).startswith(
+        assert loader.content.describe(step).startswith(
             f"batch {step}: epoch 1, sequences {sequences} of the {n} of the train split of "
             f"{corpus.source} (checksum "
         )

@@ -23,6 +23,7 @@ from jaxtrain.config.sources import Source
 from jaxtrain.data import corpus as corpora
 from jaxtrain.data.corpus import bigram_entropy
 from jaxtrain.data.preparing import cache as caches, encode, index_tokens, prepare as tokens
+from jaxtrain.data.preparing.corpus_writer import CorpusWriter
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.reading import compressed, documents, json_text
 from jaxtrain.data.reading.records import File
@@ -348,7 +349,7 @@ def test_what_was_prepared_before_still_counts(config, write):
     info = json.loads((corpus.folder / "corpus.json").read_text())
     assert info.keys() == {
         *("dtype", "tokens", "documents", "masked", "checksum", "tokenizer"),
-        *("of", "parts", "prepared"),
+        *("of", "parts", "prepared", "text", "encoded", "files", "left_out"),
     }
     for format, key in (("text", "1e5387a3c3989869"), ("jsonl", "84293e0dc347b5cc")):
         source = Source("a", path, (File(str(path), format, 7, 1),))
@@ -445,7 +446,7 @@ def test_errors_of_the_source_name_the_source(config, write, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
         yield
 
-    monkeypatch.setattr(tokens.documents, "pieces", broken)
+    monkeypatch.setattr(documents, "pieces", broken)
     assert failure(config(source=path)) == f"{path}: Input/output error"
 
 
@@ -518,7 +519,7 @@ def test_source_that_changes_while_it_is_read(
         (json_text, "BLOCK"),
     ):
         monkeypatch.setattr(module, size, 100)
-    append, calls = tokens.CorpusWriter.append, []
+    append, calls = CorpusWriter.append, []
 
     def change_then_append(*arguments, **named):
         calls.append(None)
@@ -527,7 +528,7 @@ def test_source_that_changes_while_it_is_read(
         append(*arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokens.CorpusWriter, "append", change_then_append)
+        patch.setattr(CorpusWriter, "append", change_then_append)
         if change == "another file" and tokens_alone:
             assert len(prepare(given, 257, progress=False).tokens) == 2000
             return
@@ -670,7 +671,7 @@ def test_golden_checksum(config, write):
 def test_prepared_once(config, write, monkeypatch):
     path = write("a.txt", "abc")
     first = prepare(config(source=path), 257, progress=False)
-    monkeypatch.setattr(tokens, "_tokenize", None)
+    monkeypatch.setattr(tokens, "encode_part", None)
     again = prepare(
         config(source=path, sequence_length=99, seed=5, validation_fraction=0.5),
         300,
@@ -716,7 +717,7 @@ def test_content_decides(config, write, name, capsys, monkeypatch):
     taken = r"\S+ is taken from the cache, prepared at 20\d\d-\S+ [\d:]+: "
     said = [bool(re.match(taken + str(made["x"]), line)) for line in lines if "prepared " in line]
     assert said == [False, False, True]
-    monkeypatch.setattr(tokens, "_tokenize", None)
+    monkeypatch.setattr(tokens, "encode_part", None)
     monkeypatch.setattr(tokens, "index_tokens", None)
     for _ in range(2):
         assert prepare(config(source=source), 257, progress=False).folder == made["x"]
@@ -774,7 +775,7 @@ def test_a_copied_cache_is_compared_once(config, write, tmp_path, monkeypatch):
     shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copy)
     info = tmp_path / "copy" / corpus.folder.name / tokens.INFO
     os.utime(info, ns=(1, 1))
-    monkeypatch.setattr(tokens, "_tokenize", None)
+    monkeypatch.setattr(tokens, "encode_part", None)
     times = []
     (tmp_path / "copy" / corpus.folder.name / "tokens.bin").write_bytes(bytes(602))
     with pytest.raises(TypeError, match="NoneType"):  # it would be prepared
@@ -795,7 +796,8 @@ from jaxtrain.data.preparing import encode, prepare as tokens
 from jaxtrain.data.reading import documents
 config = types.SimpleNamespace(
     source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
-    bad_records="stop", token_dtype="uint16", validation_fraction=0.1,
+    bad_records="stop", token_dtype="uint16", validation_fraction=0.1, filter="",
+    duplicates="keep",
 )
 if sys.argv[3] == "hang":
     encode.TASK, pieces = 1, documents.pieces

@@ -116,11 +116,16 @@ def test_links_that_leave_the_folder(tmp_path):
     for path in (secret, home / "plain", blobs / "12", tmp_path / "blobs" / "12", home / "sub/a"):
         path.write_text(path.name)
     (blobs / "34").symlink_to(secret)
+    shared = tmp_path / "blobs" / "ab" / "abcd"  # of several repositories
+    shared.parent.mkdir()
+    shared.write_text("12")
+    (blobs / "56").symlink_to("../../blobs/ab/abcd")
     links = {
         "plain": "plain",
         "inside": "sub/a",
         "blob": "../../blobs/12",
         "sub/blob": "../../../blobs/12",
+        "shared": "../../blobs/56",
         "absolute": str(blobs / "12"),
     }
     outside = ("../../../secret", str(secret), "/etc/passwd", "/dev/zero", "../../blobs/34")

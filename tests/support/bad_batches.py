@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxtrain import train_command as train
+from jaxtrain.data.batches import Draw
 from jaxtrain.data.loader import Batch, Loader
 from jaxtrain.training.parameter_checks import Comparison, Copies
 from jaxtrain.training.state import TrainState
@@ -35,9 +36,9 @@ def spoil(numbers: dict[str, set[int]]) -> None:
     def rare_targets(values: np.ndarray, shard: jax.Shard) -> None:
         values[:] = RARE
 
-    def read(loader: Loader, number: int) -> tuple[dict[int, int | None], Batch]:
+    def read(loader: Loader, number: int) -> tuple[dict[int, Draw | None], Batch]:
         def no_weight_in_first_half(values: np.ndarray, shard: jax.Shard) -> None:
-            values[:, : max(0, loader.shape[1] // 2 - (shard.index[1].start or 0))] = np.nan
+            values[:, : max(0, loader.shape()[1] // 2 - (shard.index[1].start or 0))] = np.nan
 
         rows, batch = whole(loader, number)
         for kind, name, change in (

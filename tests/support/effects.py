@@ -21,8 +21,8 @@ from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.phases import rate_lines, spans
 from jaxtrain.config.rules.checks import Environment, first_violation
-from jaxtrain.data.loader import Loader
-from jaxtrain.data.preparing.prepare import prepare
+from jaxtrain.data.corpora import prepare_all
+from jaxtrain.data.loader import make_loaders
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.pipeline.setup import make_setup
@@ -42,6 +42,7 @@ BESIDE_THE_PROGRAM = (
     "data.packing",
     "data.token_dtype",
     "data.validation_fraction",
+    "data.duplicates",
 )
 
 # Settings → why their effect is not looked at here.
@@ -57,7 +58,7 @@ UNSEEN = {
     "another number of devices": " ".join(p for p in cfg.fields() if p.startswith("mesh.")),
     "the hardware that is planned for": "train.hardware",
     "one value on CPUs": "model.attention_kernel parallel.collective_matmul",
-    "code of one's own": "model.block model.mixer model.block_settings train.loss",
+    "code of one's own": "model.block model.mixer model.block_settings train.loss data.filter",
     "read as text": "parallel.compiler_options pipeline.times pipeline.layer_costs",
 }
 
@@ -145,6 +146,7 @@ TUPLES = {
 def write_corpora(folder: pathlib.Path) -> list[str]:
     """The paths of a file of records, a text and a token file, with more than a batch each."""
     lines = [{"prompt": f"{i}? ", "text": f"number {i * i} of some"} for i in range(400)]
+    lines = [*lines[:20], *lines]  # duplicates
     paths = [folder / name for name in ("a.jsonl", "a.txt", "a.bin")]
     paths[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
     paths[1].write_text("".join(line["text"] + "\n" for line in lines))
@@ -233,14 +235,15 @@ def _program(resolved: Config) -> str:
 
 def _batches(config: Config) -> tuple[bytes, ...]:
     """The content of two batches, and of those that are evaluated."""
-    corpus = prepare(config.data, config.model.vocab_size, progress=False)
+    corpora = prepare_all(config.data, config.model.vocab_size, progress=False)
     one = NamedSharding(make_mesh((1,) * 6, jax.devices()[:1]), BATCH_SPEC)
-    load = functools.partial(Loader, corpus, config.data, sharding=one)
-    with (
-        load(split="train") as train,
-        load(split="validation", batches=config.train.eval_batches) as held_out,
-    ):
-        batches = [train.batch(0), train.batch(1), *map(held_out.batch, range(held_out.batches))]
+    data, like = config.data, jax.ShapeDtypeStruct((1, 1, 1), np.int32, sharding=one)
+    train, held_out = make_loaders(corpora, data, spans(config), like, 1, config.train.eval_batches)
+    batches = [train.batch(0), train.batch(1)]
+    for loader in held_out.values():
+        batches += loader.iterate()
+    for loader in (train, *held_out.values()):
+        loader.close()
     return tuple(np.asarray(array).tobytes() for batch in batches for array in batch.values())
 
 

@@ -6,13 +6,14 @@ import time
 
 from jaxtrain import BEGAN, train_command as train
 from jaxtrain.data import loader
+from jaxtrain.data.batches import Draw
 from jaxtrain.data.loader import Batch, Loader
 
 SLOW_PROCESS, SECONDS = 1, 0.2  # more for each batch
 
 
 class SlowLoader(Loader):
-    def read(self, number: int) -> tuple[dict[int, int | None], Batch]:
+    def read(self, number: int) -> tuple[dict[int, Draw | None], Batch]:
         time.sleep(SECONDS)
         return super().read(number)
 

@@ -58,6 +58,11 @@ class MixtureSource:
     epochs: float = 0.0
     exhausted: str = "stop"
 
+    @property
+    def setting(self) -> str:
+        """The setting that has its path."""
+        return f"data.sources.{self.name}" if self.name else "data.source"
+
 
 def parse_source_entry(entry: str) -> SourceEntry | None:
     """The parts of an item; None if it does not have this form."""

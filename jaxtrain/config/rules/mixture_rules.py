@@ -1,8 +1,9 @@
 """The rules of `data.sources` and `data.validation`: the form of their items, the settings and
 names that these have, and the rules of a corpus for each of theirs. Standard library only."""
 
+import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtrain.config import DataConfig, fields, shown
 from jaxtrain.config.errors import nearly
@@ -10,7 +11,6 @@ from jaxtrain.config.groups.mixture_settings import (
     EXHAUSTED,
     OF_SOURCE,
     PATH,
-    MixtureSource,
     entry_value,
     mixture_of,
     parse_source_entry,
@@ -18,95 +18,89 @@ from jaxtrain.config.groups.mixture_settings import (
 )
 from jaxtrain.config.groups.setting import entry_text, with_entry
 from jaxtrain.config.rules.field_rules import field_violation
-from jaxtrain.config.rules.rules import SettingChanges, Violation
+from jaxtrain.config.rules.rules import Violation
 
 SOURCES, SETS = "data.sources", "data.validation"
-MOST = 1e9
-_number: Callable[[Any], bool] = lambda value: isinstance(value, float) and 0 <= value <= MOST
 # Settings of a source in its mixture → whether a value is right, and the rule.
 _IN_MIXTURE: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "weight": (_number, "a number from 0 on"),
-    "epochs": (_number, "a number from 0 on"),
+    "weight": (lambda value: isinstance(value, float) and 0 <= value < 1e9, "a number from 0 on"),
+    "epochs": (lambda value: isinstance(value, float) and 0 <= value < 1e9, "a number from 0 on"),
     "exhausted": (EXHAUSTED.__contains__, f"one of {', '.join(EXHAUSTED)}"),
 }
 
 
 def items_are_known(data: DataConfig) -> Iterator[Violation]:
     """The items have settings that there are, each name has a path, and no two sets one name."""
-    for path, entries in ((SOURCES, data.sources), (SETS, data.validation)):
-        for entry in entries:
-            if fault := _fault(entry, path):
-                rule, meant = fault
-                fixed = (meant if each == entry else each for each in entries)
-                fixes = [{path: tuple(filter(None, fixed))}]
-                yield Violation(path, f"has {shown(entry)}, {rule}", fixes)
-        by_name = {entry.partition("=")[0]: entry for entry in entries}
-        if len(by_name) < len(entries):
+    for path, items in ((SOURCES, data.sources), (SETS, data.validation)):
+        by_name = {item.partition("=")[0]: item for item in items}
+        if len(by_name) < len(items):
             yield Violation(path, "names a setting twice", [{path: tuple(by_name.values())}])
-        for name in {entry.partition(".")[0]: None for entry in by_name} if entries else ():
-            if name not in by_name:
-                rule = f"has no path of {name}, {name}=PATH"
-                yield Violation(path, rule, [{path: _without(entries, name)}])
+        for item in items:
+            name = re.split("[.=]", item)[0]
+            without = tuple(each for each in items if re.split("[.=]", each)[0] != name)
+            if fault := _fault(item, path):
+                fixed = (fault.meant if each == item else each for each in items)
+                fixes = [{path: tuple(filter(None, fixed))}, {path: without}]
+                yield Violation(path, f"has {shown(item)}, {fault.rule}", fixes)
+            elif name not in by_name:
+                yield Violation(path, f"has no path of {name}, {name}=PATH", [{path: without}])
+            elif path == SETS and any(source.name == name for source in mixture_of(data)):
+                rule = f"has {name}, the name of a source, and of the part that it holds out"
+                yield Violation(path, rule, [{path: without}])
     if not any(source.weight for source in mixture_of(data)):
         yield Violation(SOURCES, "has no source with a weight above 0", [{SOURCES: ()}])
-    for name in {source.name for source in mixture_of(data)}:
-        if any(each.name == name for each in validation_sets(data)):
-            rule = f"has {name}, which is the name of a source, and of the part that it holds out"
-            yield Violation(SETS, rule, [{SETS: _without(data.validation, name)}])
 
 
 def of_corpora(
     rule: Callable[[DataConfig], Iterator[Violation]], data: DataConfig
 ) -> Iterator[Violation]:
-    """The violations of a rule by the corpora of a run: its sources, and its validation sets."""
-    for path, corpora in ((SOURCES, mixture_of(data)), (SETS, validation_sets(data))):
-        for each in corpora:
-            for violation in rule(each.data):
-                yield _in_items(violation, path, each, data) if each.name else violation
+    """The violations of a rule by the corpora of a run: its sources, and its validation sets, whose
+    settings are fixed in their items."""
+    named = [(SOURCES, data.sources, each) for each in mixture_of(data)]
+    named += [(SETS, data.validation, each) for each in validation_sets(data)]
+    for path, items, corpus in named:
+        for wrong in rule(corpus.data):
+            if not corpus.name or not wrong.field.startswith("data."):
+                yield wrong
+                continue
+            value = shown(getattr(corpus.data, wrong.field.removeprefix("data.")))
+            fixes = [
+                {path: with_entry(items, _item(corpus.name, setting), entry_text(fixed))}
+                for changes in wrong.fixes
+                for setting, fixed in changes.items()
+            ]
+            rule_of_item = f"has {corpus.name}, and its {wrong.field}={value} {wrong.rule}"
+            yield Violation(path, rule_of_item, fixes, wrong.show)
 
 
-def _in_items(
-    violation: Violation, path: str, source: MixtureSource, data: DataConfig
-) -> Violation:
-    """The violation by a source or set, whose settings are fixed in its items."""
-    if not violation.field.startswith("data."):
-        return violation
-    setting = violation.field.removeprefix("data.")
-    value, items = getattr(source.data, setting, ""), getattr(data, path.removeprefix("data."))
-
-    def fix(changes: SettingChanges) -> SettingChanges:
-        fixed, entries = dict(changes), items
-        for of_data in [each for each in changes if each.startswith("data.")]:
-            name = f"{source.name}{of_data.removeprefix('data')}".removesuffix(".source")
-            entries = with_entry(entries, name, entry_text(fixed.pop(of_data)))
-        return fixed | ({path: entries} if entries != items else {})
-
-    rule = f"has {source.name}, and its {violation.field}={shown(value)} {violation.rule}"
-    return Violation(path, rule, map(fix, violation.fixes), violation.show)
+def _item(name: str, setting: str) -> str:
+    """The name of a corpus's item for a setting of `data`."""
+    return f"{name}.{setting.removeprefix('data.')}".removesuffix(".source")
 
 
-def _without(entries: tuple[str, ...], name: str) -> tuple[str, ...]:
-    return tuple(each for each in entries if not each.startswith((f"{name}=", f"{name}.")))
+class _Fault(NamedTuple):
+    """What is wrong with an item, and the item that it may mean or ""."""
+
+    rule: str
+    meant: str = ""
 
 
-def _fault(entry: str, path: str) -> tuple[str, str] | None:
-    """What is wrong with an item of `path`, and what it may mean or ""; None for nothing."""
-    one = parse_source_entry(entry)
+def _fault(item: str, path: str) -> _Fault | None:
+    """The fault of an item of `path`, if it has one."""
+    one, in_mixture = parse_source_entry(item), _IN_MIXTURE if path == SOURCES else {}
     if one is None or not one.text and one.setting == PATH:
-        return "which is not NAME=PATH or NAME.SETTING=VALUE", ""
-    in_mixture, value = _IN_MIXTURE if path == SOURCES else {}, entry_value(one)
+        return _Fault("which is not NAME=PATH or NAME.SETTING=VALUE")
+    value, of_data = entry_value(one), f"data.{one.setting}".replace("data.path", "data.source")
     if one.setting in in_mixture:
         is_right, rule = in_mixture[one.setting]
-        return None if is_right(value) else (f"which needs {rule}", "")
-    if one.setting != PATH and one.setting not in OF_SOURCE:
+        return None if is_right(value) else _Fault(f"which needs {rule}")
+    if one.setting not in (PATH, *OF_SOURCE):
         known = (*in_mixture, *OF_SOURCE)
         near = nearly(one.setting, known, 0.6)
         rule = f"whose setting is none of {', '.join(known)}"
-        return rule, near and f"{one.name}.{near}={one.text}"
-    of_data = f"data.{'source' if one.setting == PATH else one.setting}"
-    wrong = field_violation(of_data, value, fields()[of_data].default)
-    if not wrong:
-        return None
-    meant = next((fix[of_data] for fix in wrong.fixes if of_data in fix), None)
-    instead = "" if meant is None else f"{one.name}.{one.setting}={entry_text(meant)}"
-    return f"and {of_data}={shown(value)} {wrong.rule}", instead
+        return _Fault(rule, near and f"{one.name}.{near}={one.text}")
+    if wrong := field_violation(of_data, value, fields()[of_data].default):
+        meant = [entry_text(fix[of_data]) for fix in wrong.fixes if of_data in fix][:1]
+        rule = f"and {of_data}={shown(value)} {wrong.rule}"
+        return _Fault(rule, "".join(f"{_item(one.name, of_data)}={text}" for text in meant))
+    return None

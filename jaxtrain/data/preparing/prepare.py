@@ -35,28 +35,30 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ConfigError, addresses, sources
+from jaxtrain.config import ConfigError, addresses, own_code, sources
 from jaxtrain.data.corpus import CHUNK, Corpus
-from jaxtrain.data.preparing import cache
+from jaxtrain.data.preparing import cache, duplicates
 from jaxtrain.data.preparing.corpus_writer import (
     INFO,
-    CorpusWriter,
     ReadingProgress,
     corpus_checksum,
 )
-from jaxtrain.data.preparing.encode import cores, encode
+from jaxtrain.data.preparing.encode import cores
 from jaxtrain.data.preparing.index_tokens import index_tokens
+from jaxtrain.data.preparing.join import join
 from jaxtrain.data.preparing.notes import notes
-from jaxtrain.data.reading import documents
+from jaxtrain.data.preparing.parts import Part, StoredPart, divide, encode_part, open_part
 from jaxtrain.data.reading.array_records import kinds_line
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.reading.compressed import is_compressed
+from jaxtrain.data.reading.documents import check_files, unreadable_files
 from jaxtrain.data.reading.joined import Sliced, parts_of
 from jaxtrain.data.reading.token_files import fitting_dtype, map_source, map_tokens, token_dtype_of
 from jaxtrain.data.stores import listing
@@ -83,51 +85,12 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
       progress: shows a bar on standard error, then the speed and the records that were left out.
 
     Raises DataError with one line, which names file and line of the problem if it has some, and
-    ConfigError for a source that does not exist; nothing is left behind then.
+    ConfigError for a source that does not exist. Nothing is left behind then, but for complete
+    parts where the disk is full or the process was interrupted.
     """
-    began, root = time.time(), cache.folder_of(data.cache)
-    try:
-        tokenizer = load_tokenizer(data.tokenizer, vocab_size)
-        source = listing.find(data.source)
-        _check(data, source, tokenizer)
-        if progress:
-            streams.log(*source.lines(), *kinds_line(source.files), marks_line(tokenizer))
-        name = source.name if source.name == sources.STDLIB else source.root.name
-        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:40]
-        key = functools.partial(_key, data, source, tokenizer)
-        known = root / KNOWN / f"{slug}-{key(_stamp)}"
-        opened = functools.partial(_open, data=data, source=source, tokenizer=tokenizer)
-
-        def know(temporary: pathlib.Path) -> None:
-            at = f"{slug}-{key(_content)}"
-            cache.ensure(root / at, opened, make, progress)
-            (temporary / NOTE).write_text(json.dumps({"of": known.name, "at": at}))
-
-        def make(temporary: pathlib.Path) -> None:
-            try:
-                fill = index_tokens if source.holds_tokens else _tokenize
-                fill(temporary, data, source, tokenizer, progress)
-            except (DataError, OSError) as error:
-                of_cache = isinstance(error, OSError) and cache.refusal(error, root)
-                if _has_changed(source) and not of_cache:
-                    raise _changed(data) from error  # the change is why it could not be read
-                raise
-            if _has_changed(source) or not (
-                known.name.endswith(key(_stamp)) or key(_content) in temporary.name
-            ):
-                raise _changed(data)
-
-        try:
-            corpus = cache.ensure(known, lambda path: opened(_folder(path)), know, progress)
-        except OSError:  # a cache that may not be written can have the corpus all the same
-            if (corpus := opened(root / f"{slug}-{key(_content)}")) is None:
-                raise
-        if corpus is None:
-            raise _changed(data)
-    except OSError as error:
-        raise cache.refusal(error, root) or DataError(
-            f"{error.filename or data.source}: {error.strerror or error}"
-        ) from error
+    began = time.time()
+    with _preparing(data):
+        corpus = Preparation(data, vocab_size, progress).corpus()
     if progress:
         if corpus.prepared < began:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
@@ -136,9 +99,217 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
             )
         streams.log(
             *corpus.skipped.lines(corpus.source, corpus.folder / INFO),
-            *notes(corpus.tokens, len(corpus.documents) - 1, data, tokenizer),
+            *notes(corpus.tokens, len(corpus.documents) - 1, data, corpus.tokenizer),
         )
     return corpus
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardReport:
+    """What a shard of a preparation has done.
+
+    source: the source's name
+    parts: the number of parts that the source has
+    encoded: how many of them this call has encoded
+    missing: the numbers of those that are not encoded yet; part p belongs to shard p % n
+    corpus: the corpus, once no part is missing
+    """
+
+    source: str
+    parts: int
+    encoded: int
+    missing: tuple[int, ...]
+    corpus: Corpus | None
+
+
+def prepare_shard(
+    data: Any, vocab_size: int, shard: tuple[int, int], progress: bool = True
+) -> ShardReport:
+    """Encodes the parts p of a source with p % n == i for shard=(i, n), and joins all parts if none
+    is missing then. `data`, `vocab_size`, `progress` and errors are those of `prepare`.
+
+    Shards may run at once, also on several machines with a common cache, and again after a kill.
+    """
+    with _preparing(data):
+        return Preparation(data, vocab_size, progress).shard(*shard)
+
+
+@contextlib.contextmanager
+def _preparing(data: Any) -> Iterator[None]:
+    """Raises DataError in place of an OSError. Removes folders that are empty at the end."""
+    root = cache.folder_of(data.cache)
+    try:
+        with files.without_new_folders(root / KNOWN, root, *root.parents):
+            yield
+    except OSError as error:
+        raise cache.refusal(error, root) or DataError(
+            f"{error.filename or data.source}: {error.strerror or error}"
+        ) from error
+
+
+class Preparation:
+    """The work on one source, whose files must stay as they are at the beginning."""
+
+    def __init__(self, data: Any, vocab_size: int, progress: bool):
+        self._data, self._progress = data, progress
+        self._root = cache.folder_of(data.cache)
+        self._tokenizer = load_tokenizer(data.tokenizer, vocab_size)
+        self._source = listing.find(data.source)
+        _check(data, self._source, self._tokenizer)
+        if progress:
+            kinds = kinds_line(self._source.files)
+            streams.log(*self._source.lines(), *kinds, marks_line(self._tokenizer))
+        is_stdlib = self._source.name == sources.STDLIB
+        self._name = sources.STDLIB if is_stdlib else self._source.root.name
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)[:40]
+        self._stamps = {file.path: _stamp(file) for file in self._source.files}
+        self._known = self._root / KNOWN / f"{slug}-{self._key(lambda f: self._stamps[f.path])}"
+
+    def corpus(self) -> Corpus:
+        """The corpus. If the cache does not have it, missing parts are encoded, and all joined."""
+        with self._unusable_removed(keeps_parts=False):
+            corpus = cache.ensure(self._folder, self._open, self._fill, self._progress)
+        if corpus is None:
+            raise _changed(self._data)
+        shutil.rmtree(self._work, ignore_errors=True)
+        return corpus
+
+    def shard(self, number: int, count: int) -> ShardReport:
+        """Encodes the parts of a shard, and joins all parts if they are there."""
+        divides = not self._source.holds_tokens
+        with self._unusable_removed(keeps_parts=True):
+            corpus, own = self._open(self._folder), self._parts[number::count]
+            encoded = 0 if corpus or not divides else len(self._missing(own))
+            if encoded:
+                with self._unchanged():
+                    self._encode(own)
+            missing = () if corpus else self._missing(self._parts)
+            # A token file is indexed where it lies, by the shard that has it.
+            is_ready = not missing if divides else bool(own)
+            corpus = corpus or self._open(self._folder)  # others may have joined it meanwhile
+        if corpus is None and is_ready:
+            corpus = self.corpus()
+        parts, missing = len(self._parts), () if corpus else missing
+        return ShardReport(self._data.source, parts, encoded, missing, corpus)
+
+    def _key(self, known_by: Callable[[sources.File], list]) -> str:
+        return _key(self._data, self._source, self._tokenizer, known_by)
+
+    @functools.cached_property
+    def _content_key(self) -> str:
+        """The key of the source's content, which is read unless a note of KNOWN has the key."""
+        try:
+            key = cache.ensure(self._known, _noted_key, self._note, self._progress)
+        except OSError:  # a cache that may not be written can have the corpus all the same
+            key = None
+        return key or self._key(_content)
+
+    def _note(self, folder: pathlib.Path) -> None:
+        """Writes the key of the source's content into a folder of KNOWN."""
+        with self._unchanged():
+            note = {"of": self._known.name, "at": self._key(_content)}
+        (folder / NOTE).write_text(json.dumps(note))
+
+    @property
+    def _folder(self) -> pathlib.Path:
+        """The prepared folder. Older versions put the source's name before the key."""
+        present = sorted(self._root.glob(f"*-{self._content_key}"))
+        return present[0] if present else self._root / f"corpus-{self._content_key}"
+
+    @property
+    def _work(self) -> pathlib.Path:
+        """The folder of the parts, while they are encoded."""
+        return self._root / f"corpus-{self._content_key}.parts"
+
+    @functools.cached_property
+    def _parts(self) -> list[Part]:
+        """The parts of the source; a token file is one."""
+        if self._source.holds_tokens:
+            return [Part(0, self._source, 0, sum(file.size for file in self._source.files))]
+        return divide(self._source)
+
+    def _open(self, folder: pathlib.Path) -> Corpus | None:
+        return _open(folder, self._data, self._source, self._tokenizer)
+
+    def _missing(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        """The numbers of the parts that are not encoded."""
+        return tuple(
+            part.number for part in parts if open_part(part, part.folder(self._work)) is None
+        )
+
+    def _fill(self, folder: pathlib.Path) -> None:
+        """Writes the corpus into a folder."""
+        with self._unchanged():
+            if self._source.holds_tokens:
+                index_tokens(folder, self._data, self._source, self._tokenizer, self._progress)
+            else:
+                join(folder, self._encode(self._parts), self._data, self._tokenizer)
+
+    def _encode(self, parts: Sequence[Part]) -> list[StoredPart]:
+        """Encodes those of some parts that are missing."""
+        missing, stored, any_read = self._missing(parts), [], False
+        size = sum(part.size for part in parts if part.number in missing)
+        is_stdlib = self._source.name == sources.STDLIB
+        name = "Python's source code" if is_stdlib else self._name
+        with contextlib.closing(ReadingProgress(name, size, self._progress)) as shown:
+            for part in parts:
+
+                def make(
+                    folder: pathlib.Path, part: Part = part, any_read: bool = any_read
+                ) -> None:
+                    encode_part(folder, part, self._data, self._tokenizer, any_read, shown)
+                    if not self._are_same(part.source.files):
+                        raise _changed(self._data)
+
+                folder, opened = part.folder(self._work), functools.partial(open_part, part)
+                one = cache.ensure(folder, opened, make, self._progress)
+                if one is None:
+                    raise _changed(self._data)
+                stored.append(one)
+                any_read = any_read or (self._source.has_fields and one.info["documents"] > 0)
+            if missing:
+                shown.finish(
+                    sum(one.info["tokens"] for one in stored),
+                    sum(one.info["documents"] for one in stored),
+                )
+        return stored
+
+    def _are_same(self, some: Sequence[sources.File]) -> bool:
+        """True if files of the source are as they were: their times, or at least the content."""
+        try:
+            return all(_stamp(file) == self._stamps[file.path] for file in some) or (
+                "_content_key" in vars(self) and self._key(_content) == self._content_key
+            )
+        except OSError:
+            return False  # they are gone
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Raises DataError if the source has changed at the end, whatever was raised inside: the
+        change is why it could not be read."""
+        try:
+            yield
+        except (DataError, OSError) as error:
+            of_cache = isinstance(error, OSError) and cache.refusal(error, self._root)
+            if not of_cache and _has_changed(self._source):
+                raise _changed(self._data) from error
+            raise
+        if _has_changed(self._source) or not self._are_same(self._source.files):
+            raise _changed(self._data)
+
+    @contextlib.contextmanager
+    def _unusable_removed(self, keeps_parts: bool) -> Iterator[None]:
+        """Removes, if something is raised, parts of a source that cannot be read or has changed
+        (keeps_parts: not those that other shards may be making), and the note if no part is left.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, DataError) and not keeps_parts and "_content_key" in vars(self):
+                shutil.rmtree(self._work, ignore_errors=True)
+            if "_content_key" not in vars(self) or not self._work.exists():
+                shutil.rmtree(self._known, ignore_errors=True)
+            raise
 
 
 def _has_changed(source: sources.Source) -> bool:
@@ -159,7 +330,7 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     """Raises DataError if the settings of `data` do not fit the source, or it cannot be read."""
     mask, name = ",".join(data.loss_mask), data.source
     if data.bad_records == "stop" or not source.files:
-        documents.check_files(source)
+        check_files(source)
     if data.loss_mask and not source.has_fields:
         raise DataError(
             f"data.loss_mask={mask} names fields of {sources.RECORDS}, and data.source={name} has "
@@ -194,16 +365,21 @@ def _key(
     known_by: Callable[[sources.File], list],
 ) -> str:
     """A digest of all that a prepared folder depends on, as 16 hexadecimal digits. Files count by
-    what `known_by` returns, and by their paths where bad records are named."""
+    what `known_by` returns; neither their paths nor what is no file are in the content's key."""
     fields = [data.text_fields, data.loss_mask] if source.has_fields else []
     raw = [token_dtype_of(data.token_dtype).str] if source.files[0].format == "bin" else []
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
     skip = ["skip"] if data.bad_records == "skip" and not source.holds_tokens else []
+    if data.filter and not source.holds_tokens:  # a module counts by its name
+        skip += [own_code.digest(data.filter) or data.filter, own_code.parts(data.filter)[1]]
+    if data.duplicates != "keep" and not source.holds_tokens:
+        skip += [data.duplicates, str(duplicates.KEYS[data.duplicates])]
     digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw, *skip]).encode())
     with concurrent.futures.ThreadPoolExecutor(cores()) as threads:
-        for file, known in zip(source.files, threads.map(known_by, source.files), strict=True):
-            digest.update(json.dumps([*known, skip and file.path]).encode())
-    digest.update(json.dumps(source.unreadable).encode())
+        for known in threads.map(known_by, source.files):
+            # The empty lists were paths and unreadable files once: digests stay as they were.
+            digest.update(json.dumps([*known, []]).encode())
+    digest.update(json.dumps([]).encode())
     return digest.hexdigest()[:16]
 
 
@@ -211,9 +387,9 @@ def _stamp(file: sources.File) -> list:
     """A file's path, format, size and times, the last of which no program can set: another file of
     the same size and age that takes its place has another one. A store's version of a file is
     enough."""
-    if addresses.is_address(file.path):
-        return [*file]
-    return [*file, os.stat(file.path).st_ctime_ns]
+    is_stored = addresses.is_address(file.path)
+    changed = 0 if is_stored else os.stat(file.path).st_ctime_ns
+    return [file.path, file.format, file.size, file.modified, changed]
 
 
 def _content(file: sources.File) -> list:
@@ -224,13 +400,14 @@ def _content(file: sources.File) -> list:
         return [file.format, hashlib.file_digest(stream, "sha256").hexdigest()]
 
 
-def _folder(known: pathlib.Path) -> pathlib.Path:
-    """The prepared folder that a folder of KNOWN names; itself, which is none, without a note."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+def _noted_key(known: pathlib.Path) -> str | None:
+    """The key that the note in a folder of KNOWN has; None without a note of this name. Older notes
+    have the prepared folder's name, which ends with the key."""
+    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
         note = files.read_json(known / NOTE)
         if note["of"] == known.name:
-            return known.parent.with_name(note["at"])
-    return known
+            return str(note["at"].rpartition("-")[2])
+    return None
 
 
 def _open(
@@ -264,9 +441,12 @@ def _open(
         if changed:
             with contextlib.suppress(OSError):  # of a cache that may not be written
                 os.utime(folder / INFO)  # they need not be read again
-        skipped = Skipped(**info.get("skipped", {}))  # only bad_records=skip writes "skipped"
+        skipped = unreadable_files(source)
+        if "skipped" in info:  # only bad_records=skip writes it
+            stored = Skipped(**info["skipped"])
+            skipped.append(stored.at([file.path for file in source.files]), 0)
         prepared = min(info["prepared"], time.time())
-    except (AttributeError, OSError, KeyError, TypeError, ValueError):
+    except (AttributeError, OSError, IndexError, KeyError, TypeError, ValueError):
         return None
     return Corpus(
         ids,
@@ -288,49 +468,3 @@ def _digest(array: Sliced) -> str:
     for first in range(0, len(array), CHUNK):
         digest.update(np.ascontiguousarray(array[first : first + CHUNK]).data)
     return digest.hexdigest()
-
-
-def _tokenize(
-    folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool
-) -> None:
-    """Encodes a source's documents into a folder."""
-    assert tokenizer.end_of_document is not None  # _check: only a token file has no tokenizer
-    dtype, n, count = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), 0, 0
-    skipped = Skipped() if data.bad_records == "skip" else None
-    size = sum(file.size for file in source.files)
-    name = "Python's source code" if source.name == sources.STDLIB else source.root.name
-    stream = documents.pieces(
-        source, tuple(data.text_fields), tuple(data.loss_mask), folder, skipped
-    )
-    with (
-        contextlib.closing(CorpusWriter(folder)) as writer,
-        contextlib.closing(ReadingProgress(name, size, progress)) as shown,
-    ):
-        writer.append("documents", np.zeros(1, "<i8"))
-        for part in encode(stream, tokenizer, dtype):
-            writer.append("tokens", part.ids)
-            writer.append("documents", (n + part.ends).astype("<i8"))
-            if data.loss_mask:
-                writer.append("mask", part.mask)
-            n, count = n + len(part.ids), count + len(part.ends)
-            shown.update(part.size, part.text)
-        if not count:
-            why = (
-                f"{skipped.count:,} bad records were left out, first {skipped.places[0]}"
-                if skipped and skipped.count
-                else "all of its text is empty"
-            )
-            use = f": use {skipped.settings}" if skipped and skipped.settings else ""
-            raise DataError(
-                f"{source.files[0].path}:1: no documents in data.source={data.source}: {why}{use}"
-            )
-        left_out = {"skipped": dataclasses.asdict(skipped)} if skipped else {}
-        writer.finish(
-            tokenizer,
-            dtype=dtype.str,
-            tokens=n,
-            documents=count,
-            masked=bool(data.loss_mask),
-            **left_out,
-        )
-        shown.finish(n, count)

@@ -3,6 +3,7 @@ is left out and counted."""
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run.exit_status import ExitStatus
@@ -31,9 +32,15 @@ class BadRecord(DataError):
     refused_by: type[DataError] = DataError
 
     def __init__(self, where: str, what: str, fix: str = "", settings: str = "", records: int = 1):
-        self.place, self.fix, self.settings = f"{where}: {what}", fix, settings
-        self.records = records
+        self.where, self.what, self.fix, self.settings = where, what, fix, settings
+        self.place, self.records = f"{where}: {what}", records
         super().__init__(f"{self.place}: {fix}" if fix else self.place)
+
+    def lines_below(self, lines: int) -> "BadRecord":
+        """The same record, whose line has been numbered from the line after so many lines."""
+        path, _, line = self.where.rpartition(":")
+        where = f"{path}:{int(line) + lines}"
+        return type(self)(where, self.what, self.fix, self.settings, self.records)
 
     def refusal(self, any_read: bool) -> DataError:
         """The error that ends the preparation; its message names data.bad_records=skip too, unless
@@ -56,19 +63,43 @@ class DamagedFile(BadRecord):
 
 @dataclasses.dataclass
 class Skipped:
-    """The records that were left out: their number, the messages of MOST_PLACES at most, and flags
-    with which the first one is read, if there are any."""
+    """The records that were left out.
+
+    count: their number
+    places: the messages of MOST_PLACES at most
+    settings: flags with which the first one is read, if there are any
+    files: for each place, the number of its file in the source
+    paths: the paths of the files with bad records when the corpus was prepared, by their numbers
+    """
 
     count: int = 0
     places: list[str] = dataclasses.field(default_factory=list)
     settings: str = ""
+    files: list[int] = dataclasses.field(default_factory=list)
+    paths: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def add(self, record: BadRecord) -> None:
-        """Counts a record, and saves its message."""
-        self.settings = self.settings if self.count else record.settings
-        self.count += record.records
-        if len(self.places) < MOST_PLACES:
-            self.places.append(record.place)
+    def add(self, record: BadRecord, number: int = 0, path: str = "") -> None:
+        """Counts a record, and saves its message with the number and path of its file."""
+        self.append(
+            Skipped(record.records, [record.place], record.settings, [0], {"0": path}), number
+        )
+
+    def append(self, later: "Skipped", first_file: int) -> None:
+        """Adds the records of files whose numbers begin with `first_file`."""
+        self.settings = self.settings if self.count else later.settings
+        self.count += later.count
+        space = MOST_PLACES - len(self.places)
+        self.places += later.places[:space]
+        self.files += [first_file + number for number in later.files[:space]]
+        self.paths |= {str(first_file + int(key)): path for key, path in later.paths.items()}
+
+    def at(self, paths: Sequence[str]) -> "Skipped":
+        """The same records of files that have these paths by now."""
+        places = [
+            f"{paths[number]}{place.removeprefix(self.paths[str(number)])}"
+            for number, place in zip(self.files, self.places, strict=True)
+        ]
+        return dataclasses.replace(self, places=places)
 
     def lines(self, source: str, stored: pathlib.Path) -> list[str]:
         """Lines of text with the count and the first messages; [] without bad records. stored: the

@@ -14,6 +14,7 @@ import lzma
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -53,19 +54,20 @@ def open_input(path: str) -> BinaryIO:
 
 
 class Reader(io.BufferedReader):
-    """The bytes of a file, decompressed; read it by blocks or by lines.
+    """The bytes of a file, decompressed; read it by blocks or by lines. Of a file that is not
+    compressed, the bytes from `first` to `last` (0: the end).
 
     Raises DamagedFile where compressed content is damaged or cut short, after the text before that
     place was read, and for archives of files.
     """
 
-    def __init__(self, path: str):
-        self._source = _Bytes(path)
+    def __init__(self, path: str, first: int = 0, last: int = 0):
+        self._source = _Bytes(path, first, last)
         self._taken = 0
         super().__init__(self._source, BLOCK)
         head = self.peek(HEAD)[:HEAD]
         for archive, (place, mark) in ARCHIVES.items():
-            if head.startswith(mark, place):
+            if not first and head.startswith(mark, place):
                 self.close()
                 raise DamagedFile(
                     path,
@@ -137,10 +139,11 @@ class _Bytes(io.RawIOBase):
 
     _file: Any = None  # `close` also runs where the file could not be opened
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, first: int, last: int):
         self._path, self._file = path, open_input(path)
         head = self._file.read(HEAD)
-        self._file.seek(0)
+        self._file.seek(first)
+        self._left = last - first if last else sys.maxsize  # bytes, if it is not compressed
         self._kind = _compression(path, head)
         self.position = self._delivered = 0
         self._stream: Any = None
@@ -158,7 +161,8 @@ class _Bytes(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._kind:
-            count = self._file.readinto(buffer) or 0
+            count = self._file.readinto(memoryview(buffer)[: self._left]) or 0
+            self._left -= count
             self.position += count
             return count
         try:

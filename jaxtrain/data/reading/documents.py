@@ -38,6 +38,7 @@ def pieces(
     prompt_only: tuple[str, ...],
     scratch: pathlib.Path,
     skipped: Skipped | None = None,
+    any_read: bool = False,
 ) -> Iterator[TextPiece]:
     """The documents of a source, piece by piece; a document may be cut anywhere, and its last piece
     ends it.
@@ -47,6 +48,7 @@ def pieces(
       prompt_only: the fields among them whose tokens do not count in the loss.
       scratch: a folder for files that have to be decompressed entirely.
       skipped: collects the records that cannot be read; None: the first of them is raised.
+      any_read: records of this source were read before.
 
     Raises DataError, with file and line (or row of Parquet), for what cannot be read.
     """
@@ -56,11 +58,7 @@ def pieces(
         (not masked, tuple(names))
         for masked, names in itertools.groupby(fields, lambda name: name in prompt_only)
     ]
-    if skipped is not None:
-        for path in source.unreadable:
-            skipped.add(unreadable_file([path]))
-    any_read = False
-    for file in source.files:
+    for number, file in enumerate(source.files):
         count = 0  # of the file's documents
         format = FORMATS[file.format]
         reader = pkgutil.resolve_name(f"jaxtrain.data.reading.{format.reader}")
@@ -72,17 +70,25 @@ def pieces(
                 if isinstance(piece, TextPiece):
                     any_read = any_read or format.holds == "records"
                     count += piece.ends
-                    yield piece
+                    yield piece._replace(file=number)
                 elif skipped is None:
                     raise piece
                 else:
-                    skipped.add(piece)
+                    skipped.add(piece, number, file.path)
         except BadRecord as bad:
             if skipped is None:
                 raise bad.refusal(any_read) from bad
             if format.holds == "records":
                 bad.place += f"; the rest of the file is lost, after {count:,} documents of it"
-            skipped.add(bad)
+            skipped.add(bad, number, file.path)
+
+
+def unreadable_files(source: Source) -> Skipped:
+    """The paths of a source that are no files to read, as records that are left out."""
+    skipped = Skipped()
+    for path in source.unreadable:
+        skipped.add(unreadable_file([path]))
+    return skipped
 
 
 def unreadable_file(paths: Sequence[str]) -> BadRecord:

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 from jaxtrain.config import addresses, suggestion
 from jaxtrain.config.sources import File
 from jaxtrain.data.reading.bad_records import SET_FIELDS, BadRecord, DamagedFile
-from jaxtrain.data.reading.compressed import Reader, is_compressed, open_input, plain_file
+from jaxtrain.data.reading.compressed import BLOCK, Reader, is_compressed, open_input, plain_file
+from jaxtrain.data.reading.extents import lines_before
 from jaxtrain.data.reading.json_text import BYTE_ORDER_MARK, JsonText, JsonValue, items, values
-from jaxtrain.data.stores.ranges import StoreStream
+from jaxtrain.data.stores.ranges import PART, StoreStream
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 SIMILAR = 0.75  # how alike a misspelt field and the field that is meant are at least
@@ -49,6 +50,7 @@ class TextPiece(NamedTuple):
     ends: True if the document ends here.
     size: bytes of the file that were read for it.
     goes_on: True if its text goes on in the next piece, with which it is encoded as one.
+    file: the number of its file among those of the source.
     """
 
     text: str
@@ -56,6 +58,7 @@ class TextPiece(NamedTuple):
     ends: bool
     size: int
     goes_on: bool = False
+    file: int = 0
 
 
 TextPieces = Iterator[TextPiece | BadRecord]
@@ -65,15 +68,20 @@ TextPieces = Iterator[TextPiece | BadRecord]
 
 
 def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
-    """The records of a JSONL file."""
-    with Reader(file.path) as stream:
-        yield from documents_of(_lines(stream, file.path), "a line", runs, stream.taken)
+    """The records of a JSONL file, or of an extent of one."""
+    with Reader(file.path, file.first, file.last) as stream:
+        for piece in documents_of(_lines(stream, file), "a line", runs, stream.taken):
+            # Lines before an extent are counted only where a line's number is needed.
+            if file.first and isinstance(piece, BadRecord):
+                piece = piece.lines_below(lines_before(file))
+            yield piece
 
 
-def _lines(stream: Reader, path: str) -> Iterator[JsonValue]:
-    """The values of lines, without blank ones."""
+def _lines(stream: Reader, file: File) -> Iterator[JsonValue]:
+    """The values of lines, without blank ones. Their numbers begin with the extent's first line."""
+    path = file.path
     for number, line in enumerate(stream, 1):
-        if number == 1:
+        if number == 1 and not file.first:
             line = line.removeprefix(BYTE_ORDER_MARK)
         if line.strip():
             yield parse(line, f"{path}:{number}")
@@ -193,17 +201,20 @@ def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -
     row = end = 0
     errors = (pyarrow.ArrowException, OSError)
     try:
+        # A buffer: without one pyarrow reads a row group's columns into memory entirely. In a store
+        # it is the size of a request.
+        size = PART if isinstance(content, StoreStream) else BLOCK
         with pyarrow.parquet.ParquetFile(
-            content,
-            page_checksum_verification=True,
-            pre_buffer=isinstance(content, StoreStream),  # few requests for neighbouring columns
+            content, buffer_size=size, page_checksum_verification=True
         ) as parquet:
             count = parquet.metadata.num_rows
             batches = parquet.iter_batches(batch_size=1)
             columns = _columns(file.path, parquet.schema_arrow, batches, count, runs)
             size = file.size // max(1, count)
-            for group in range(parquet.num_row_groups):
+            for group in range(file.last or parquet.num_row_groups):
                 row, end = end, end + parquet.metadata.row_group(group).num_rows
+                if group < file.first:
+                    continue
                 try:
                     for batch in parquet.iter_batches(ROWS, [group], columns):
                         for record in _records(batch):

@@ -64,6 +64,10 @@ class BlockCache:
             else np.zeros(0, RECORD)
         )
 
+    def has(self, file: int, block: int) -> bool:
+        """True if a block is here, or claimed."""
+        return (file, block) in self._checked or self._slot(file, block) is not None
+
     def read(self, file: int, block: int, begin: int, end: int) -> bytes | None:
         """Bytes [begin, end) of a block; None if it is not here."""
         slot = self._checked.get((file, block))

@@ -26,12 +26,16 @@ from jaxtrain.data.stores.filesystem import (
     waited_out,
 )
 
-TOGETHER = 4  # blocks of a request at most
-AHEAD = 4 << 20  # bytes of a stream that are requested at a time
+TOGETHER = 8  # blocks of a request at most
+PART = 4 << 20  # bytes of a stream that are requested at a time
 LEAST = 1 << 15  # bytes of a read of a stream that goes on, probably
 CHECK_S = 10.0  # seconds after which a file's version is looked at again
 POLL_S = 0.002  # seconds between two looks for a block that another thread or process requests
-THREADS = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="jaxtrain-store")
+# requests that somebody waits for, and those of what is read ahead
+NEEDED, AHEAD = (
+    concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix=f"jaxtrain-store-{name}")
+    for name in ("needed", "ahead")
+)
 
 
 class StoreFile:
@@ -64,25 +68,34 @@ class StoreFile:
             if not requests:  # another thread or process has claimed all of them
                 time.sleep(POLL_S)
 
-    def prefetch(self, begin: int, end: int) -> None:
-        """Requests the blocks of a range that are missing, and does not wait for them. A
-        failure is left to `read`."""
-        self._request(_blocks(begin, end)[: self._cache.slots // 2], is_needed=False)
+    def prefetch(self, begin: int, end: int, is_needed: bool) -> None:
+        """Requests the blocks of a range that are missing, and does not wait for them. is_needed:
+        they will be read at once; of others a failure is left to `read`."""
+        blocks = [block for block in _blocks(begin, end) if not self._cache.has(self._id, block)]
+        if is_needed and blocks:
+            self._request(blocks)
+        elif blocks:
+            AHEAD.submit(self._read_ahead, blocks)
 
-    def _request(
-        self, blocks: Sequence[int], is_needed: bool = True
-    ) -> list[Future[dict[int, bytes]]]:
-        """Requests for those of some ascending blocks that nobody has claimed, adjacent ones
-        together."""
-        claimed, requests = self._cache.claim(self._id, blocks), list[list[int]]()
-        for block in claimed:
+    def _read_ahead(self, blocks: Sequence[int]) -> None:
+        for together in self._claimed(blocks):  # now, so that a claim does not wait in a queue
+            self._fetch(together, is_needed=False)
+
+    def _request(self, blocks: Sequence[int]) -> list[Future[dict[int, bytes]]]:
+        """Requests for those of some ascending blocks that nobody has claimed."""
+        return [NEEDED.submit(self._fetch, together) for together in self._claimed(blocks)]
+
+    def _claimed(self, blocks: Sequence[int]) -> list[list[int]]:
+        """Those of some ascending blocks that this process claims: adjacent ones together."""
+        requests: list[list[int]] = []
+        for block in self._cache.claim(self._id, blocks):
             if requests and requests[-1][-1] == block - 1 and len(requests[-1]) < TOGETHER:
                 requests[-1].append(block)
             else:
                 requests.append([block])
-        return [THREADS.submit(self._fetch, together, is_needed) for together in requests]
+        return requests
 
-    def _fetch(self, blocks: Sequence[int], is_needed: bool) -> dict[int, bytes]:
+    def _fetch(self, blocks: Sequence[int], is_needed: bool = True) -> dict[int, bytes]:
         """The content of adjacent blocks that this process has claimed."""
         begin, end = blocks[0] * BLOCK, min((blocks[-1] + 1) * BLOCK, self.file.size)
         try:
@@ -130,9 +143,9 @@ class StoreArray:
         begin, end = self._bytes(*where.indices(len(self))[:2])
         return np.frombuffer(self._file.read(begin, end), self.dtype)
 
-    def prefetch(self, first: int, last: int) -> None:
-        """Begins to read [first:last] ahead."""
-        self._file.prefetch(*self._bytes(first, min(last, len(self))))
+    def prefetch(self, first: int, last: int, is_needed: bool = True) -> None:
+        """Begins to read [first:last] ahead. is_needed: it will be read at once."""
+        self._file.prefetch(*self._bytes(first, min(last, len(self))), is_needed)
 
     def _bytes(self, first: int, last: int) -> tuple[int, int]:
         size = self.dtype.itemsize
@@ -171,7 +184,7 @@ class StoreStream(io.RawIOBase):
     """The bytes of a file of a store, from any place on.
 
     Args:
-      ahead: parts of AHEAD bytes that are requested before they are read; 0: each read is a request
+      ahead: parts of PART bytes that are requested before they are read; 0: each read is a request
         of its own, of exactly its bytes, as those of fewer than LEAST bytes always are.
     """
 
@@ -209,16 +222,16 @@ class StoreStream(io.RawIOBase):
 
     def _read_ahead(self, end: int) -> bytes:
         """Bytes from this place to `end`, or to the end of a part before."""
-        number, offset = divmod(self._at, AHEAD)
-        last = min(number + self._ahead, (self.size - 1) // AHEAD)
+        number, offset = divmod(self._at, PART)
+        last = min(number + self._ahead, (self.size - 1) // PART)
         self._parts = {
-            each: self._parts.get(each) or THREADS.submit(self._part, each)
+            each: self._parts.get(each) or NEEDED.submit(self._part, each)
             for each in range(number, last + 1)
         }
         return self._parts[number].result()[offset : offset + end - self._at]
 
     def _part(self, number: int) -> bytes:
-        return read_range(self.name, number * AHEAD, min((number + 1) * AHEAD, self.size))
+        return read_range(self.name, number * PART, min((number + 1) * PART, self.size))
 
     def close(self) -> None:
         for part in self._parts.values():

@@ -1,0 +1,296 @@
+"""The sequences of every batch, by its number alone. `TrainingBatches` draws them from the sources
+of a mixture, each in its own order; `HeldOutBatches` reads a validation set once.
+
+    batch n, place i ─► number of the sequence among all of the run (config/phases.py: Span)
+                     ─► source, ordinal   mixture.py
+                     ─► epoch, sequence   order.py
+
+Neither knows of meshes, processes or threads: loader.py puts batches onto devices.
+"""
+
+import bisect
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.config.groups.mixture_settings import MixtureSource
+from jaxtrain.config.phases import Span, span_at
+from jaxtrain.data.corpora import Corpora, ValidationSet
+from jaxtrain.data.corpus import Corpus
+from jaxtrain.data.document_packing import SequenceArrays, Sequences
+from jaxtrain.data.mixture import Segment, in_parts
+from jaxtrain.data.order import Order
+from jaxtrain.data.row_log import ReadSequence
+from jaxtrain.data.split import Stream
+from jaxtrain.data.tokenizer import DataError
+
+SHOWN = 8  # sequences of a batch that a line names
+
+
+class Draw(NamedTuple):
+    """A sequence of a batch.
+
+    source: its name; ordinal: the number of the source's sequences that come before it
+    epoch: of the source; number: among `sequences`
+    """
+
+    source: str
+    ordinal: int
+    epoch: int
+    sequences: Sequences
+    number: int
+
+    def arrays(self) -> SequenceArrays:
+        """The sequence, as in Sequences."""
+        return self.sequences[self.number]
+
+    def record(self) -> ReadSequence:
+        """What the row log says of it."""
+        ranges = self.sequences.ranges(self.number)
+        return ReadSequence(self.source, self.ordinal, self.epoch, self.number, ranges)
+
+
+class TrainingBatches:
+    """The batches of a run's mixture. They go on for ever, unless sources are exhausted.
+
+    spans: the sizes and weights of the batches
+
+    Raises DataError if a source's train split is empty.
+    """
+
+    batches: int | None = None  # their number; None: without end
+
+    def __init__(self, corpora: Corpora, spans: Sequence[Span]):
+        self.corpora, self.spans = corpora, tuple(spans)
+        self._orders = [_order(*one) for one in corpora.pairs()]
+        self._segments: list[Segment] = []
+        self._exhausted: MixtureSource | None = None  # ends the run
+        # Segments are found when they are needed: each source that leaves takes another table.
+        self._found, self._covered = self._find_segments(), 0
+        self._lock = threading.Lock()
+        self._numbers = {source.name: k for k, source in enumerate(corpora.sources)}
+        self._requested = [0] * len(corpora.sources)  # the first ordinal that is not read ahead
+        self._segment(0)
+
+    def draw(self, batch: int, place: int) -> Draw:
+        """The sequence at a place of a batch. Raises DataError after the last one."""
+        number = span_at(self.spans, batch).rows_before(batch) + place
+        segment = self._segment(number)
+        if not segment.parts:
+            assert self._exhausted
+            raise DataError(
+                f"batch {batch} is beyond the {self._exhausted.epochs:g} epochs of "
+                f"{self._exhausted.setting}: use fewer train.steps"
+            )
+        k, ordinal = segment.draw(number)
+        at = self._orders[k].at(ordinal)
+        return Draw(self.corpora.sources[k].name, ordinal, at.epoch, at.sequences, at.number)
+
+    def prefetch(self, draws: Iterable[Draw]) -> None:
+        """Begins to read sequences that lie in a store; then their windows, and the windows after
+        those, if that was not done yet."""
+        for draw in draws:
+            draw.sequences.prefetch(draw.number)
+        for draw in draws:
+            k = self._numbers[draw.source]
+            if draw.ordinal >= self._requested[k] and self.corpora.corpora[k].in_store:
+                self._read_ahead(k, draw.ordinal)
+
+    def _read_ahead(self, k: int, ordinal: int) -> None:
+        """Begins to read the window of an ordinal of source k, and the window after it, as far as
+        they fill a half of the source's share of the cache: more would push out what is needed
+        before."""
+        corpus, data = self.corpora.corpora[k], self.corpora.sources[k].data
+        ranges, self._requested[k] = self._orders[k].window(ordinal)
+        ranges = [*ranges, *self._orders[k].window(self._requested[k])[0]]
+        ends = np.cumsum([last - first for first, last in ranges]) * corpus.tokens.dtype.itemsize
+        room = data.store_cache_gb * 1e9 / 2 / len(self._orders)
+        corpus.prefetch(ranges[: int(np.searchsorted(ends, room))], is_needed=False)
+
+    def sequences(self, span: Span) -> Sequences:
+        """Some sequences of a span, all of which have arrays of the same types."""
+        return self.draw(span.begin, 0).sequences
+
+    def remarks(self) -> list[str]:
+        """Lines of text about sources with too few tokens for a batch."""
+        span, lines = self.spans[0], []
+        for k, (source, corpus) in enumerate(self.corpora.pairs()):
+            sequences = self._orders[k].sequences
+            few = f"corpus: the train split has {len(corpus.train):,} tokens"
+            if source.name:
+                few = f"{source.setting}: its train split has {len(corpus.train):,} tokens"
+            length, share = span.sequence_length, span.weights[k] / sum(span.weights)
+            if sequences.packing.repeated:
+                lines.append(
+                    f"{few}, and data.sequence_length={length} takes {length + 1}: its documents "
+                    "repeat within a sequence"
+                )
+            elif len(sequences) < span.batch_size * share:
+                count = len(sequences)
+                lines.append(
+                    f"{few}, which are {count} sequence{'s'[: count > 1]} of {length}, and "
+                    f"data.batch_size={span.batch_size}: they repeat within a batch"
+                )
+        return lines
+
+    def describe(self, batch: int) -> str:
+        """The epochs and the sequences of a batch, in words."""
+        draws: dict[str, list[Draw]] = {}
+        for place in range(span_at(self.spans, batch).batch_size):
+            draw = self.draw(batch, place)
+            draws.setdefault(draw.source, []).append(draw)
+        texts = [
+            f"epoch {draws[source.name][0].epoch}, sequences "
+            f"{_listed(draws[source.name])} of the {len(draws[source.name][0].sequences)} of the "
+            f"train split of {corpus.source} (checksum {corpus.checksum[:12]}, seed "
+            f"{source.data.seed})"
+            for source, corpus in self.corpora.pairs()
+            if source.name in draws
+        ]
+        return f"batch {batch}: {'; '.join(texts)}"
+
+    def check_whole(self) -> None:
+        """Raises DataError if a file of a corpus was cut short since it was opened."""
+        for corpus in self.corpora.corpora:
+            corpus.check_whole()
+
+    def end(self) -> tuple[int, str] | None:
+        """The number of whole batches before sources are exhausted, and the setting of the last
+        one, if that is before the last span's end."""
+        total = self.spans[-1].rows_before(self.spans[-1].end)
+        segment = self._segment(total - 1)
+        if segment.parts:
+            return None
+        assert self._exhausted
+        span = next(s for s in reversed(self.spans) if s.rows <= segment.first)
+        batches = span.begin + (segment.first - span.rows) // span.batch_size
+        return batches, self._exhausted.setting
+
+    def _segment(self, number: int) -> Segment:
+        """The segment of a sequence, by its number among all."""
+        with self._lock:
+            while self._covered <= number:
+                self._covered = next(self._found)
+        at = bisect.bisect_right(self._segments, number, key=lambda segment: segment.first)
+        return self._segments[at - 1]
+
+    def _find_segments(self) -> Iterator[int]:
+        """Adds segments one after the other. Yields the number of sequences for which they are
+        known."""
+        sources = self.corpora.sources
+        counts, present = (0,) * len(sources), [True] * len(sources)
+        ends = [*(span.rows for span in self.spans[1:]), sys.maxsize]
+        for span, end in zip(self.spans, ends, strict=True):
+            begin = span.rows
+            if self._segments:
+                counts = self._segments[-1].counts_at(begin)
+            for order, count in zip(self._orders, counts, strict=True):
+                order.cut(count, span.sequence_length)
+            while begin < end:
+                weights = [w * here for w, here in zip(span.weights, present, strict=True)]
+                if not any(weights):
+                    self._segments.append(Segment(begin, counts, ()))
+                    yield sys.maxsize
+                    return
+                parts = in_parts(weights)
+                if not self._segments or self._segments[-1].parts != parts:
+                    self._segments.append(Segment(begin, counts, parts))
+                segment = self._segments[-1]
+                leaving = [
+                    (segment.number_at(k, self._orders[k].count_of(source.epochs)), k)
+                    for k, source in enumerate(sources)
+                    if parts[k] and source.epochs and source.exhausted != "repeat"
+                ]
+                first, k = min(leaving, default=(sys.maxsize, 0))
+                if first > end:
+                    yield end
+                    break
+                begin = max(begin, first)
+                yield begin
+                counts, present[k] = segment.counts_at(begin), False
+                self._exhausted = sources[k]
+                if self._exhausted.exhausted == "stop":
+                    self._segments.append(Segment(begin, counts, ()))
+                    yield sys.maxsize
+                    return
+
+
+class HeldOutBatches:
+    """The batches of a validation set, which is read once, in the order of its corpus. Nothing is
+    in the last batch after its end.
+
+    data: sequence_length, batch_size, attend_across_documents and packing are used
+    most: the largest number of batches; None: the entire set. Their sequences are spread evenly
+        over it, because its first ones may all be of one document
+    """
+
+    def __init__(self, name: str, held_out: ValidationSet, data: Any, most: int | None = None):
+        self._name, self._corpus, self._stream = name, held_out.corpus, held_out.stream
+        self._sequences = Sequences(
+            held_out.corpus,
+            held_out.stream,
+            data.sequence_length,
+            data.attend_across_documents,
+            padded=True,
+            packing=data.packing,
+        )
+        available = -(-len(self._sequences) // data.batch_size)
+        self.batches = available if most is None else min(most, available)
+        sizes = data.batch_size, data.sequence_length
+        self.spans = (Span("", 0, max(1, self.batches), *sizes, (), 0, 0),)
+
+    def draw(self, batch: int, place: int) -> Draw | None:
+        """The sequence at a place of a batch; None after the set's end."""
+        if not 0 <= batch < self.batches:
+            raise IndexError(f"batch {batch} of {self.batches} of {self._corpus.source}")
+        (span,), count = self.spans, len(self._sequences)
+        evaluated = self.batches * span.batch_size
+        i = span.rows_before(batch) + place
+        if i >= count:
+            return None
+        number = i * count // evaluated if evaluated < count else i
+        return Draw(self._name, i, 0, self._sequences, number)
+
+    def prefetch(self, draws: Iterable[Draw]) -> None:
+        """Begins to read sequences that lie in a store."""
+        for draw in draws:
+            draw.sequences.prefetch(draw.number)
+
+    def sequences(self, span: Span) -> Sequences:
+        """The sequences of the set."""
+        return self._sequences
+
+    def remarks(self) -> list[str]:
+        """A line of text about a set without tokens."""
+        few = f"corpus: the validation split has {len(self._stream):,} tokens"
+        return [] if len(self._sequences) else [f"{few}: there is nothing to evaluate on"]
+
+    def check_whole(self) -> None:
+        """Raises DataError if a file of the corpus was cut short since it was opened."""
+        self._corpus.check_whole()
+
+
+def _order(source: MixtureSource, corpus: Corpus) -> Order:
+    """The order of a source's train split. Raises DataError if that is empty."""
+    data = source.data
+    if not len(corpus.train):
+        raise DataError(
+            f"data.validation_fraction={data.validation_fraction:g} holds out all of the "
+            f"{len(corpus.tokens)} tokens of {source.setting}={corpus.source}: use "
+            "--config.data.validation_fraction=0.0"
+        )
+
+    def cut(length: int, stream: Stream | None) -> Sequences:
+        across, packing = data.attend_across_documents, data.packing
+        stream = corpus.train if stream is None else stream
+        return Sequences(corpus, stream, length, across, packing=packing)
+
+    return Order(cut, data.seed, source.name)
+
+
+def _listed(draws: Sequence[Draw]) -> str:
+    numbers = ", ".join(str(draw.number) for draw in draws[:SHOWN])
+    return numbers + (", …" if len(draws) > SHOWN else "")

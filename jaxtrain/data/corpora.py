@@ -1,0 +1,114 @@
+"""The corpora of a run: those of its mixture's sources, and the sets that it is evaluated on."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jaxtrain.config import ConfigError
+from jaxtrain.config.groups.mixture_settings import MixtureSource, mixture_of
+from jaxtrain.data.corpus import Corpus
+from jaxtrain.data.mixture import PARTS, in_parts
+from jaxtrain.data.preparing.prepare import prepare
+from jaxtrain.data.split import Stream
+from jaxtrain.data.tokenizer import DataError, Tokenizer
+
+
+class ValidationSet(NamedTuple):
+    """Documents that a run is evaluated on."""
+
+    corpus: Corpus
+    stream: Stream
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpora:
+    """The sources of a run's mixture, one of name "" without `data.sources`, and their corpora."""
+
+    sources: tuple[MixtureSource, ...]
+    corpora: tuple[Corpus, ...]
+
+    def pairs(self) -> list[tuple[MixtureSource, Corpus]]:
+        """Each source with its corpus."""
+        return list(zip(self.sources, self.corpora, strict=True))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all of them."""
+        return self.corpora[0].tokenizer
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """Source → its corpus's checksum."""
+        return {source.name: corpus.checksum for source, corpus in self.pairs()}
+
+    @property
+    def checksum(self) -> str:
+        """The corpus's; a digest of the names and checksums of several ones."""
+        checksums = self.checksums
+        several = hashlib.sha256(repr(checksums).encode()).hexdigest()
+        return checksums.get("") or several
+
+    @functools.cached_property
+    def validation_sets(self) -> Mapping[str, ValidationSet]:
+        """Name → set: the parts that sources hold out, under their names."""
+        return {
+            source.name: ValidationSet(corpus, corpus.validation)
+            for source, corpus in self.pairs()
+            if source.data.validation_fraction > 0
+        }
+
+    def describe(self) -> list[str]:
+        """Lines of text: the sources, and their weights in the mixture."""
+        weights = in_parts([source.weight for source in self.sources])
+        names = [
+            source.name and f"{source.name}, weight {weight / PARTS:.6g} ({weight:,}/{PARTS:,}): "
+            for source, weight in zip(self.sources, weights, strict=True)
+        ]
+        return [name + one.describe() for name, one in zip(names, self.corpora, strict=True)]
+
+
+def prepare_all(data: Any, vocab_size: int, progress: bool = True) -> Corpora:
+    """The corpora of a `data` config, prepared now where the cache does not have them. Arguments
+    and errors as of `prepare`; ConfigError too for two tokenizers in one mixture."""
+    sources = mixture_of(data)
+    corpora = Corpora(sources, tuple(_prepare(one, vocab_size, progress) for one in sources))
+    for source, corpus in corpora.pairs():
+        if _identity(corpus.tokenizer) != _identity(corpora.tokenizer):
+            raise ConfigError(
+                f"{source.setting}.tokenizer",
+                source.data.tokenizer,
+                f"is another tokenizer than that of {sources[0].setting}, "
+                f"{sources[0].data.tokenizer!r}: a mixture has one",
+            )
+    return corpora
+
+
+def _prepare(source: MixtureSource, vocab_size: int, progress: bool) -> Corpus:
+    with errors_of(source):
+        return prepare(source.data, vocab_size, progress)
+
+
+@contextlib.contextmanager
+def errors_of(source: MixtureSource) -> Iterator[None]:
+    """A context in which errors of a source's preparation name the settings of that source."""
+    try:
+        yield
+    except ConfigError as error:
+        field, name = error.field, error.field.removeprefix("data.")
+        if name == "source" or source.name:
+            field = source.setting if name == "source" else f"{source.setting}.{name}"
+        nearest = error.nearest.replace("config.data.source=", f"config.{source.setting}=")
+        raise ConfigError(field, error.value, error.rule, nearest) from error
+    except DataError as error:
+        if not source.name or f"{error}".startswith(source.setting):
+            raise
+        text = f"{error}".removeprefix("data.source=")
+        raise DataError(f"{source.setting}{': ' if text == str(error) else '='}{text}") from error
+
+
+def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The description of a tokenizer without its path."""
+    return {key: value for key, value in tokenizer.describe().items() if key != "path"}

@@ -1,0 +1,240 @@
+"""Repositories of the hub, read by huggingface_hub from a small server (support/hub_server.py).
+tests/test_init_from.py has runs that start from one."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from support import ROOT
+from support.hub_server import TOKEN, HubServer
+
+from jaxtrain.data import hub as hub_room
+from jaxtrain.run.exit_status import ExitStatus
+
+# For each line of standard input, [setting, name, files, workdir]: a line with the folder, its
+# files, and the name at its commit; or with status and text of the error.
+PROGRAM = """
+import json, os, sys
+from jaxtrain.data import hub
+if "HURRY" in os.environ:
+    hub.WAITS_S, hub.ANSWER_S = (0.5,), 1.0
+for setting, name, files, workdir in map(json.loads, sys.stdin):
+    try:
+        named = hub.pinned(hub.repository(setting, name), workdir)
+        folder = hub.folder(named, tuple(files))
+        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+        answer = [named.text, names, named.note]
+    except hub.HubError as error:
+        answer = [int(error.status), str(error)]
+    print(json.dumps(answer), flush=True)
+"""
+FILES = ("config.json", "model.safetensors")
+
+
+class Programs:
+    """Programs that read from a hub, with one cache."""
+
+    def __init__(self, hub: HubServer, home: pathlib.Path):
+        self.hub, self.environment = hub, hub.environment(home) | {"PYTHONPATH": str(ROOT)}
+        self.folder = home.parent
+
+    def start(self, **environment: str) -> subprocess.Popen:
+        clean = {name: text for name, text in os.environ.items() if not name.startswith("HF_")}
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=clean | self.environment | environment,
+            cwd=self.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def read(self, *names: str, files=FILES, workdir: str = "run", **environment: str) -> list:
+        """What one program says about some names, and what it has written on standard error."""
+        words = [json.dumps(["train.init_from", name, files, workdir]) for name in names]
+        program = self.start(**environment)
+        out, self.err = program.communicate("\n".join(words), timeout=120)
+        assert program.returncode == 0, self.err
+        return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture
+def programs(tmp_path) -> Iterator[Programs]:
+    model = tmp_path / "model"
+    (model / "onnx").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    for name in ("model.safetensors", "pytorch_model.bin", "onnx/config.json"):
+        (model / name).write_bytes(os.urandom(30_000))
+    with HubServer() as hub:
+        hub.first = hub.publish("models/org/name", model)
+        yield Programs(hub, tmp_path / "home")
+
+
+def test_what_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    for text in (
+        *("model", "/models/a", "./a/b", "../a", "a/b/c", "", "here/model", "~/a", "a/b@"),
+        *("models/a", "datasets/a", "texts/tokenizer.json", "s3://bucket/a", "hf://org/name"),
+    ):
+        assert hub_room.repository("train.init_from", text) is None, text
+    named = hub_room.repository("train.init_from", "here/other@refs/pr/1")
+    assert named and (named.uri.id, named.uri.revision) == ("here/other", "refs/pr/1")
+    assert hub_room.repository("data.source", "org/name") is None
+    named = hub_room.repository("data.sources.web", "hf://datasets/org/name@v1/a/*.parquet")
+    assert named and named.uri.path_in_repo == "a/*.parquet"
+    with pytest.raises(hub_room.HubError, match="data.source='hf://datasets/a' is no address"):
+        hub_room.repository("data.source", "hf://datasets/a")
+
+
+def test_files_of_a_commit(programs, tmp_path):
+    """Only those that are named; later without any request, and without the hub at all."""
+    hub = programs.hub
+    at = f"org/name@{hub.first}"
+    [answer] = programs.read("org/name")
+    assert answer == [at, [*FILES], f"train.init_from=org/name is {at}"]
+    assert hub.files() == {*FILES} and programs.err == ""
+    # the branch moves; the run that began with the first commit stays there
+    (tmp_path / "model" / "config.json").write_text('{"a": 1}')
+    second = hub.publish("models/org/name", tmp_path / "model")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"train": {"init_from": at}}))
+    hub.requests.clear()
+    answers = programs.read(at, "org/name", "org/name@main")
+    assert [text for text, *_ in answers] == [at] * 3 and not hub.requests
+    assert answers[1][2] == f"train.init_from=org/name is {at}, as in run/config.json"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert programs.read(at, "org/name", **offline) == [[at, [*FILES], ""], answers[1]]
+    status, text = programs.read(f"org/name@{second}", workdir="", **offline)[0]
+    cache = tmp_path / "home" / "hub"
+    rule = f"is not, or not completely, in {cache}, and HF_HUB_OFFLINE is set"
+    assert status == ExitStatus.BAD_CONFIG
+    assert text == f"train.init_from='org/name@{second}' {rule}" and programs.err == ""
+    assert programs.read("org/name", workdir="")[0][0] == f"org/name@{second}"
+
+
+def test_refusals(programs, tmp_path):
+    """A line for each that says what to do; nothing is waited for."""
+    hub = programs.hub
+    hub.publish("models/org/gated", tmp_path / "model")
+    hub.publish("models/org/private", tmp_path / "model")
+    hub.repos["models/org/gated"].is_gated = hub.repos["models/org/private"].is_private = True
+    names = ("org/nmae", "org/name@v2", f"org/name@{'0' * 40}", "org/gated", "org/private")
+    page = f"{hub.endpoint}/org/gated"
+    rules = [
+        f"is nothing here, and no repository of {hub.endpoint}, or a private one, for which "
+        "HF_TOKEN has to be set",
+        f"names a revision that {hub.endpoint} lacks: name a branch, a tag or a commit",
+        f"names a revision that {hub.endpoint} lacks: name a branch, a tag or a commit",
+        "is gated: accept its conditions at",
+        "is nothing here, and no repository of",
+    ]
+    answers = programs.read(*names)
+    for name, rule, (status, text) in zip(names, rules, answers, strict=True):
+        assert status == ExitStatus.BAD_CONFIG and f"train.init_from='{name}" in text
+        assert rule in text and "\n" not in text
+    assert page in answers[3][1] and programs.err == ""
+    answers = programs.read("org/gated", "org/private", HF_TOKEN=TOKEN)
+    assert [files for _, files, _ in answers] == [[*FILES], [*FILES]]
+    [(status, text)] = programs.read("org/name@v2", HF_TOKEN="hf_wrong")
+    assert (status, "401 Unauthorized" in text) == (ExitStatus.BAD_CONFIG, True)
+    hub.publish("models/org/name", tmp_path / "model", "v1", "v2")
+    hub.failures, hub.failure = 9, 403
+    assert programs.read("org/name@v1")[0][0] == ExitStatus.BAD_CONFIG
+    [(status, text)] = programs.read("org/name@v2", HF_ENDPOINT="http://127.0.0.1:9")
+    assert (status, "cannot be read from http://127.0.0.1:9" in text) == (ExitStatus.STORAGE, True)
+    assert programs.err == ""
+
+
+# --- a hub in trouble -----------------------------------------------------------------------------
+
+TROUBLE = {
+    "each fourth request fails": ({"fail_every": 4, "failure": 503}, ""),
+    "the first three requests fail": ({"failures": 3, "failure": 502}, "trying again in 1 s"),
+    "it asks to wait": (
+        {"failures": 1, "failure": 429, "headers": {"Retry-After": "2"}},
+        "trying again in 2 s",
+    ),
+    "each body is cut twice": ({"cut": 7_000, "cuts": 2}, "Trying to resume download"),
+    "it is slow": ({"delay": 0.4}, ""),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_what_passes_is_waited_for(programs, trouble, tmp_path):
+    switches, said = TROUBLE[trouble]
+    vars(programs.hub).update(switches)
+    [answer] = programs.read("org/name")
+    assert answer[1] == [*FILES] and said in programs.err
+    [blob] = tmp_path.glob("home/hub/models--org--name/snapshots/*/model.safetensors")
+    assert blob.read_bytes() == (tmp_path / "model" / "model.safetensors").read_bytes()
+    parts = [path for method, path, _ in programs.hub.requests if "/blobs/" in path]
+    assert len(parts) == (3 if "cut" in trouble else 1)
+
+
+LASTING = {
+    "status 500": ({"failures": 99}, "cannot be read from HUB (Server error '500 "),
+    "no answer": ({"hangs": True}, "cannot be read from HUB (timed out)"),
+    "a long wait": (
+        {"failures": 99, "failure": 429, "headers": {"Retry-After": "3600"}},
+        "cannot be read from HUB (it asks to wait for 3600 s)",
+    ),
+    "cut for ever": ({"cut": 7_000, "cuts": 99}, "cannot be read from HUB (peer closed connection"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trouble", LASTING)
+def test_waits_are_bounded(programs, trouble, tmp_path):
+    """Nothing that is half there is used, with the hub or without it."""
+    switches, rule = LASTING[trouble]
+    vars(programs.hub).update(switches)
+    [(status, text)] = programs.read("org/name", HURRY="1")
+    assert status == ExitStatus.STORAGE and rule.replace("HUB", programs.hub.endpoint) in text
+    assert not [*tmp_path.rglob("snapshots/*/model.safetensors")]
+    programs.hub.hangs = False
+    [(status, text)] = programs.read("org/name", HF_HUB_OFFLINE="1")
+    assert status == ExitStatus.BAD_CONFIG and "not completely" in text
+    vars(programs.hub).update({"failures": 0, "cut": 0})
+    assert programs.read("org/name")[0][1] == [*FILES]
+
+
+@pytest.mark.full
+def test_two_programs_download_a_file_once(programs, tmp_path):
+    programs.hub.delay = 0.2
+    both = [programs.start(), programs.start()]
+    line = json.dumps(["train.init_from", "org/name", FILES, "run"])
+    for program in both:  # so that they begin together
+        assert program.stdin
+        program.stdin.write(line + "\n")
+        program.stdin.flush()
+    answers = [json.loads(program.communicate(timeout=60)[0]) for program in both]
+    assert answers[0] == answers[1] and answers[0][1] == [*FILES]
+    assert sum("/blobs/" in path for _, path, _ in programs.hub.requests) == 1
+
+
+@pytest.mark.full
+def test_a_killed_download_is_not_used(programs, tmp_path):
+    programs.hub.cut, programs.hub.cuts = 7_000, 999
+    program = programs.start()
+    assert program.stdin
+    program.stdin.write(json.dumps(["train.init_from", "org/name", FILES, "run"]) + "\n")
+    program.stdin.flush()
+    blobs = tmp_path / "home" / "hub" / "models--org--name" / "blobs"
+    end = time.monotonic() + 60
+    while not [*blobs.glob("*.incomplete")] and time.monotonic() < end:
+        time.sleep(0.02)
+    program.kill()
+    program.communicate()
+    assert [*blobs.glob("*.incomplete")]
+    [(status, text)] = programs.read("org/name", HF_HUB_OFFLINE="1")
+    assert status == ExitStatus.BAD_CONFIG and "not completely" in text
+    programs.hub.cut = 0
+    assert programs.read("org/name")[0][1] == [*FILES]
