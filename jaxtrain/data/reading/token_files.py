@@ -3,6 +3,7 @@ error for an id that no tokenizer of the run makes, with the setting that reads 
 
 import os
 import pathlib
+import tokenize
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,7 +102,7 @@ def map_tokens(file: File, path: str, data: Any) -> np.memmap | StoreArray:
                 if addresses.is_address(path)
                 else np.load(pathlib.Path(path), mmap_mode="r", allow_pickle=False)
             )
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, OverflowError, MemoryError, tokenize.TokenError) as error:
             raise FileError(
                 f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}"
             ) from error
@@ -113,13 +114,13 @@ def map_tokens(file: File, path: str, data: Any) -> np.memmap | StoreArray:
         return ids
     size = file.size if path == file.path else os.path.getsize(path)
     if file.format == "megatron":
-        dtype, whose = read_index(file.path).dtype, "its index, "
+        dtype = read_index(file.path).dtype
+        whose = f"{dtype.name}, the type in its index"
     else:
-        dtype, whose = token_dtype_of(data.token_dtype), "data.token_dtype="
+        dtype = token_dtype_of(data.token_dtype)
+        whose = f"data.token_dtype={data.token_dtype}"
     if size % dtype.itemsize or not size:
-        raise FileError(
-            f"{file.path}: {size} bytes are no whole number of tokens of {whose}{dtype.name}"
-        )
+        raise FileError(f"{file.path}: {size} bytes are no whole number of tokens of {whose}")
     if addresses.is_address(path):
         return stored_array(file, data, dtype)
     return np.memmap(pathlib.Path(path), dtype, "r")

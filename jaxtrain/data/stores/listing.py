@@ -23,10 +23,8 @@ def find(name: str) -> Source:
         below = store.find(root, detail=True)
         # fsspec's own walk finds a file without saying anything about it
         infos = {path: info or store.info(path) for path, info in below.items()}
-    except FileNotFoundError:
-        infos = {}
     except Exception as error:
-        raise filesystem.refusal(root, error) or error from error
+        raise filesystem.refusal(f"data.source={name}", error) or error from error
     key = store._strip_protocol(root)
     files = [
         File(
