@@ -12,7 +12,7 @@ from jaxtrain.config.sources import File, Source
 from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import is_compressed, open_input
 from jaxtrain.data.reading.joined import Joined
-from jaxtrain.data.reading.megatron_index import read_index
+from jaxtrain.data.reading.megatron_index import index_path, read_header
 from jaxtrain.data.tokenizer import NoTokenizer, Tokenizer
 
 MOST_IDS = 2**24  # more than any tokenizer has
@@ -103,7 +103,9 @@ def map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
         return ids
     size = path.stat().st_size
     if file.format == "megatron":
-        dtype = read_index(file.path).dtype
+        index = index_path(file.path)
+        with open_input(index) as stream:
+            dtype = read_header(stream, index).dtype
         whose = f"{dtype.name}, the type in its index"
     else:
         dtype, whose = token_dtype_of(token_dtype), f"data.token_dtype={token_dtype}"
