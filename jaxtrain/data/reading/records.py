@@ -198,9 +198,9 @@ def _parquet_rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
     row = end = 0
     errors = (pyarrow.ArrowException, *UNREADABLE)
     try:
-        # A buffer: without one pyarrow reads a row group's columns into memory entirely.
+        # By default pyarrow reads the columns of a row group into memory entirely.
         with pyarrow.parquet.ParquetFile(
-            path, buffer_size=BLOCK, page_checksum_verification=True
+            path, pre_buffer=False, buffer_size=BLOCK, page_checksum_verification=True
         ) as parquet:
             count = parquet.metadata.num_rows
             batches = parquet.iter_batches(batch_size=1)
