@@ -107,7 +107,9 @@ def test_files_of_a_store(store):
         with pytest.raises(ConfigError, match=rule):
             listing.find(name)
     store.problem = PermissionError("Access Denied")
-    with pytest.raises(StoreError, match=r"^data.source=memory://bucket/a cannot be read \(Acc.*\)$"):
+    with pytest.raises(
+        StoreError, match=r"^data.source=memory://bucket/a cannot be read \(Acc.*\)$"
+    ):
         listing.find(f"{STORE}/a")
     store.problem = TimeoutError("no answer")
     with pytest.raises(StoreAwayError):

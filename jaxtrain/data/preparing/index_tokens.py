@@ -12,7 +12,7 @@ from jaxtrain.data.corpus import CHUNK
 from jaxtrain.data.preparing.corpus_writer import CorpusWriter, ReadingProgress
 from jaxtrain.data.reading.compressed import is_compressed, unpack
 from jaxtrain.data.reading.joined import parts_of
-from jaxtrain.data.reading.megatron_index import read_index
+from jaxtrain.data.reading.megatron_index import document_ends
 from jaxtrain.data.reading.token_files import (
     id_beyond_vocabulary,
     map_source,
@@ -43,7 +43,7 @@ def index_tokens(
         writer.append("documents", np.zeros(1, "<i8"))
         for file, ids in zip(files, parts_of(tokens), strict=True):
             if file.format == "megatron":
-                for ends in read_index(file.path).document_ends():
+                for ends in document_ends(file.path):
                     writer.append("documents", (end + ends).astype("<i8"))
                     count += len(ends)
             place = 0  # of the chunk in its file
