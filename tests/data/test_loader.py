@@ -54,7 +54,7 @@ def load(corpus, data, split, sharding, microbatches=1, batches=None, **options)
         span = Span("", 0, 10**6, data.batch_size, data.sequence_length, (1.0,), 0, 0)
         content = TrainingBatches(Corpora((MixtureSource("", data),), (corpus,)), [span])
     else:
-        held_out = ValidationSet(corpus, corpus.validation)
+        held_out = ValidationSet(MixtureSource("", data), corpus, corpus.validation)
         content = HeldOutBatches("", held_out, data, batches)
     return Loader(content, sharding, microbatches, prefetch=data.prefetch, **options)
 

@@ -2,6 +2,7 @@
 error for an id that no tokenizer of the run makes, with the setting that reads the file."""
 
 import pathlib
+import tokenize
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,7 +91,7 @@ def map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
     if file.format == "npy":
         try:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, OverflowError, MemoryError, tokenize.TokenError) as error:
             raise FileError(
                 f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}"
             ) from error
@@ -102,13 +103,12 @@ def map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
         return ids
     size = path.stat().st_size
     if file.format == "megatron":
-        dtype, whose = read_index(file.path).dtype, "its index, "
+        dtype = read_index(file.path).dtype
+        whose = f"{dtype.name}, the type in its index"
     else:
-        dtype, whose = token_dtype_of(token_dtype), "data.token_dtype="
+        dtype, whose = token_dtype_of(token_dtype), f"data.token_dtype={token_dtype}"
     if size % dtype.itemsize or not size:
-        raise FileError(
-            f"{file.path}: {size} bytes are no whole number of tokens of {whose}{dtype.name}"
-        )
+        raise FileError(f"{file.path}: {size} bytes are no whole number of tokens of {whose}")
     return np.memmap(path, dtype, "r")
 
 
