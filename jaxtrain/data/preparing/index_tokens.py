@@ -12,7 +12,7 @@ from jaxtrain.data.corpus import CHUNK
 from jaxtrain.data.preparing.corpus_writer import CorpusWriter, ReadingProgress
 from jaxtrain.data.reading.compressed import is_compressed, unpack
 from jaxtrain.data.reading.joined import parts_of
-from jaxtrain.data.reading.megatron_index import read_index
+from jaxtrain.data.reading.megatron_index import document_ends
 from jaxtrain.data.reading.token_files import (
     id_beyond_vocabulary,
     map_source,
@@ -34,8 +34,8 @@ def index_tokens(
     files, count, end = source.token_files, 0, 0
     for file in files:
         if is_compressed(file.path):
-            unpack(file.path, token_path(folder, source, file))
-    tokens = map_source(folder, source, data.token_dtype)
+            unpack(file.path, pathlib.Path(token_path(folder, source, file)))
+    tokens = map_source(folder, source, data)
     with (
         contextlib.closing(CorpusWriter(folder)) as writer,
         contextlib.closing(ReadingProgress(source.root.name, tokens.nbytes, progress)) as shown,
@@ -43,7 +43,7 @@ def index_tokens(
         writer.append("documents", np.zeros(1, "<i8"))
         for file, ids in zip(files, parts_of(tokens), strict=True):
             if file.format == "megatron":
-                for ends in read_index(file.path).document_ends():
+                for ends in document_ends(file.path):
                     writer.append("documents", (end + ends).astype("<i8"))
                     count += len(ends)
             place = 0  # of the chunk in its file
@@ -51,7 +51,8 @@ def index_tokens(
                 bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
                 if len(bad):
                     where = f"{file.path}: token {chunk[bad[0]]} at position {place + bad[0]}"
-                    raise id_beyond_vocabulary(where, ids, file.format == "bin", data, tokenizer)
+                    known = ids if isinstance(ids, np.ndarray) else chunk  # all of a local file
+                    raise id_beyond_vocabulary(where, known, file.format == "bin", data, tokenizer)
                 writer.append("tokens", chunk, store=False)
                 place += len(chunk)
                 if file.format != "megatron":
