@@ -101,15 +101,6 @@ class Loader(Generic[Content]):
         span = span or self.content.spans[0]
         return self._microbatches, span.batch_size // self._microbatches, span.sequence_length
 
-    def specification(self, span: Span | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, types and shardings of a span's batches, for compilation before the first one is
-        read; None: the first span's."""
-        arrays = self.content.sequences(span or self.content.spans[0]).empty()
-        return {
-            k: jax.ShapeDtypeStruct(self.shape(span), v.dtype, sharding=self._sharding)
-            for k, v in arrays.items()
-        }
-
     def batch(self, number: int) -> Batch:
         """Reads the batch with a number; the first one is 0."""
         return self.read(number)[1]
@@ -121,6 +112,7 @@ class Loader(Generic[Content]):
         span = span_at(self.content.spans, number)
         places, at = self._places(self.shape(span))
         draws = {place: self.content.draw(number, place) for place in places}
+        self.content.prefetch([*filter(None, draws.values())])
         padding = functools.cache(self.content.sequences(span).empty)
         sequences = [draw.arrays() if draw else padding() for draw in draws.values()]
         return draws, {

@@ -1,9 +1,10 @@
 """Sources → a prepared corpus: memory-mapped tokens, an index of documents, a mask and a checksum.
 
 A corpus is prepared once, into a folder of the cache whose name depends on its source's content and
-on settings:
+on settings, and on nothing else: a source or a cache that was moved or touched is not prepared
+again.
 
-    <cache>/<source>-<key>/   corpus.json     sizes, checksums, tokenizer, and the bad records that
+    <cache>/corpus-<key>/     corpus.json     sizes, checksums, tokenizer, and the bad records that
                                               were left out
                               tokens.bin      uint16 or uint32 [tokens], every document ending with
                                               the end-of-document id
@@ -13,17 +14,19 @@ on settings:
                                               only with data.loss_mask
                               tokenizer.json  a copy of the tokenizer's file, if it has one
 
-    <cache>/known/<source>-<key>/at.json      the folder of a source whose files have the paths,
-                                              sizes and times of which this key is a digest
+    <cache>/corpus-<key>.parts/             encoded parts, until they are joined (parts.py)
+    <cache>/known/<source>-<key>/at.json    the key of the content of files that have the paths,
+                                            sizes and times of which this folder's key is a digest
 
 A source is read to know its content if its files are not known. Prepared files that were written or
 copied since are read, too, and compared with the checksums.
 
-Token files are checked and indexed where they lie; compressed ones are decompressed into the
-folder. Everything is streamed: memory does not grow with the corpus. reading/ reads files,
+Texts are encoded part by part, by one process or by shards on several machines, and the parts
+joined. Token files are checked and indexed where they lie; compressed ones are decompressed into
+the folder. Everything is streamed: memory does not grow with the corpus. reading/ reads files,
 token_files.py those that hold tokens, index_tokens.py finds their documents, encode.py encodes
-documents, corpus_writer.py writes the folder, split.py holds documents out, document_packing.py
-cuts sequences, cache.py has the cache's folders. `data` below is the config's group of that name.
+documents, corpus_writer.py writes folders, split.py holds documents out, document_packing.py cuts
+sequences, cache.py has the cache's folders. `data` below is the config's group of that name.
 """
 
 import concurrent.futures
@@ -42,7 +45,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ConfigError, own_code, sources
+from jaxtrain.config import ConfigError, addresses, own_code, sources
 from jaxtrain.data.corpus import CHUNK, Corpus
 from jaxtrain.data.preparing import cache, duplicates
 from jaxtrain.data.preparing.corpus_writer import (
@@ -59,8 +62,9 @@ from jaxtrain.data.reading.array_records import kinds_line
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.reading.compressed import is_compressed
 from jaxtrain.data.reading.documents import check_files, unreadable_files
-from jaxtrain.data.reading.joined import Joined, parts_of
+from jaxtrain.data.reading.joined import Sliced, parts_of
 from jaxtrain.data.reading.token_files import fitting_dtype, map_source, map_tokens, token_dtype_of
+from jaxtrain.data.stores import listing
 from jaxtrain.data.tokenizer import (
     DataError,
     NoTokenizer,
@@ -152,7 +156,7 @@ class Preparation:
     def __init__(self, data: Any, vocab_size: int, progress: bool):
         self._data, self._progress, self._root = data, progress, cache.folder_of(data.cache)
         self._tokenizer = tokenizer = load_tokenizer(data.tokenizer, vocab_size)
-        self._source = source = sources.find(data.source)
+        self._source = source = listing.find(data.source)
         _check(data, source, tokenizer)
         if progress:
             streams.log(*source.lines(), *kinds_line(source.files), marks_line(tokenizer))
@@ -295,7 +299,7 @@ class Preparation:
 def _has_changed(source: sources.Source) -> bool:
     """True if names, sizes or times of a source's files differ from those in `source`."""
     try:
-        return source != sources.find(source.name)
+        return source != listing.find(source.name)
     except (ConfigError, OSError):
         return True  # the files are gone
 
@@ -323,9 +327,9 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
         )
     file, count = source.files[0], tokenizer.vocab_size
     if file.format == "bin" and data.token_dtype == "uint16" and count > 1 << 16:
-        path, use = pathlib.Path(file.path), "use --config.data.token_dtype=uint32"
+        path, use = file.path, "use --config.data.token_dtype=uint32"
         if not is_compressed(file.path) and not fitting_dtype(
-            map_tokens(file, path, "uint16")[:CHUNK], "uint16", count
+            map_tokens(file, file.path, data)[:CHUNK], "uint16", count
         ):
             use = f"write {path} as uint32, and {use}"
         whose = "model.vocab_size" if isinstance(tokenizer, NoTokenizer) else "data.tokenizer"
@@ -365,13 +369,17 @@ def _key(
 
 def _stamp(file: sources.File) -> list:
     """A file's path, format, size and times, the last of which no program can set: another file of
-    the same size and age that takes its place has another one."""
-    changed = os.stat(file.path).st_ctime_ns
+    the same size and age that takes its place has another one. A store's version of a file is
+    enough."""
+    is_stored = addresses.is_address(file.path)
+    changed = 0 if is_stored else os.stat(file.path).st_ctime_ns
     return [file.path, file.format, file.size, file.modified, changed]
 
 
 def _content(file: sources.File) -> list:
-    """A file's format, and the sha256 of its content, which is read."""
+    """A file's format, and the sha256 of its content, which is read, or a store's version of it."""
+    if addresses.is_address(file.path):
+        return [file.format, file.size, file.modified]
     with open(file.path, "rb") as stream:
         return [file.format, hashlib.file_digest(stream, "sha256").hexdigest()]
 
@@ -397,7 +405,7 @@ def _open(
         if (folder.name, checksum) != (info["of"], info["checksum"]):
             return None
         if source.holds_tokens:
-            ids = map_source(folder, source, data.token_dtype)
+            ids = map_source(folder, source, data)
         else:
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
@@ -438,7 +446,7 @@ def _open(
     )
 
 
-def _digest(array: np.memmap | Joined) -> str:
+def _digest(array: Sliced) -> str:
     """The sha256 of an array of a corpus, as hexadecimal."""
     digest = hashlib.sha256()
     for first in range(0, len(array), CHUNK):

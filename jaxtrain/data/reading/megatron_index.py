@@ -9,7 +9,7 @@ documents end.
                      where each begins; int64 [d]: the sequence that each document begins with, then
                      n; with images also int8 [n]: the sequences' modes
 
-Source: megatron-core 0.16, `_IndexWriter` of its datasets.
+Source: _IndexWriter in Megatron-LM (megatron.core.datasets.indexed_dataset).
 """
 
 import os
