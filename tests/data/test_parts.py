@@ -208,7 +208,7 @@ print(prepare.prepare(config, 257, progress=False).checksum)
 def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monkeypatch, trials):
     """At random moments: complete parts stay as they are, nothing else counts, and the corpus is
     that of an undisturbed preparation."""
-    path = write("a.jsonl", lines(30_000))
+    path = write("a.jsonl", lines(20_000))
     monkeypatch.setattr(parts_module, "PART", 100_000)
     whole = content(prepare(config(source=path), 257, progress=False))
     chance = random.Random(0)
@@ -219,7 +219,7 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
             process = start_python(PREPARE, path, cache)
             assert process.stdout.readline() == "ready\n"
             try:
-                process.wait(chance.uniform(0, 0.1 + 0.05 * attempt))
+                process.wait(chance.uniform(0, 0.2 + 0.1 * attempt))
                 break
             except subprocess.TimeoutExpired:
                 process.kill()
