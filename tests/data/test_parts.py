@@ -238,3 +238,10 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
         found = prepare(config(source=path, cache=str(cache)), 257, progress=False)
         assert content(found) == whole
         assert {each.name for each in cache.iterdir()} == {"known", found.folder.name}
+
+
+def test_a_prepared_source_is_not_divided_again(config, mixed, monkeypatch):
+    """A start reads what it needs: of a source in a store each extent would cost a request."""
+    first = prepare(config(source=mixed), 257, progress=False)
+    monkeypatch.setattr(tokens, "divide", None)
+    assert prepare(config(source=mixed), 257, progress=False).folder == first.folder
