@@ -146,9 +146,8 @@ def _table(arrays: SequenceArrays, tokenizer: Tokenizer) -> Iterator[str]:
     for values in zip(*columns.values(), strict=True):
         token = int(values[2])
         text = tokenizer.decode([token])
-        if not text and isinstance(tokenizer, FileTokenizer):
-            text = tokenizer.token(token) or ""  # a mark
-        yield "".join(f"{value:>9g}" for value in values) + f"  {text!r}"
+        mark = tokenizer.token(token) if isinstance(tokenizer, FileTokenizer) else "end of document"
+        yield "".join(f"{value:>9g}" for value in values) + f"  {repr(text) if text else mark}"
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def figures(corpus: Corpus) -> dict[str, Any]:
         bins = np.frexp(lengths)[1] - 1  # the logarithm, rounded down
         documents += np.bincount(bins, minlength=64)
         tokens += np.bincount(bins, lengths, 64).astype(int)
-    by_file = info.get("files", {})
+    by_file = info.get("documents_by_file", {})
     ends = np.cumsum([0, *by_file.values()]).tolist()  # of the files' documents
     places = [int(corpus.documents[end : end + 1][0]) for end in ends]
     left_out = {"bad records": corpus.skipped.count, "filter": 0, "exact": 0, "near": 0}

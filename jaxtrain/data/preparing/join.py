@@ -47,8 +47,9 @@ def join(
             tokens, count = int(ends[-1]) if len(ends) else tokens, count + len(ends)
             skipped.append(Skipped(**one.info.get("skipped", {})), one.part.first_file)
             left_out.update(one.info["left_out"])
-            before = np.append(0, np.cumsum(kept))[np.cumsum([0, *one.info["files"].values()])]
-            by_file.update(dict(zip(one.info["files"], np.diff(before).tolist(), strict=True)))
+            encoded = one.info["documents_by_file"]
+            before = np.append(0, np.cumsum(kept))[np.cumsum([0, *encoded.values()])]
+            by_file.update(dict(zip(encoded, np.diff(before).tolist(), strict=True)))
         if not count:
             raise _no_documents(stored, data, skipped, left_out["filter"])
         writer.finish(
@@ -59,7 +60,7 @@ def join(
             masked=bool(data.loss_mask),
             text=sum(one.info["text"] for one in stored),
             encoded=sum(one.info["tokens"] for one in stored),
-            files=by_file if len(by_file) <= MOST_FILES else {},
+            documents_by_file=by_file if len(by_file) <= MOST_FILES else {},
             left_out=left_out,
             **({"skipped": dataclasses.asdict(skipped)} if data.bad_records == "skip" else {}),
         )

@@ -134,7 +134,7 @@ def encode_part(
             documents=count,
             masked=bool(data.loss_mask),
             text=text,
-            files=by_file,
+            documents_by_file=by_file,
             left_out=left_out,
             **({"skipped": dataclasses.asdict(skipped)} if skipped else {}),
         )
