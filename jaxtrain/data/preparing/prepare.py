@@ -174,9 +174,12 @@ class Preparation:
             noted = None
         self._content_key = noted or self._key(_content)
         self._work = self._root / f"corpus-{self._content_key}.parts"
-        with self._unusable_removed(), self._unchanged():
-            whole = Part(0, source, 0, sum(file.size for file in source.files))
-            self._parts = [whole] if source.holds_tokens else divide(source)
+
+    @functools.cached_property
+    def _parts(self) -> list[Part]:
+        """The parts of the source. Token files, which are indexed where they lie, are one."""
+        whole = Part(0, self._source, 0, sum(file.size for file in self._source.files))
+        return [whole] if self._source.holds_tokens else divide(self._source)
 
     def corpus(self) -> Corpus:
         """The corpus. If the cache does not have it, missing parts are encoded, and all joined."""
@@ -189,14 +192,15 @@ class Preparation:
 
     def shard(self, number: int, count: int) -> ShardReport:
         """Encodes the parts of a shard, and joins all parts if they are there."""
-        own, encoded = self._parts[number::count], 0
+        encoded = 0
         with self._unusable_removed():
+            own = self._parts[number::count]
             if not self._source.holds_tokens and self._open(self._folder()) is None:
                 encoded = len(self._missing(own))
                 with self._unchanged():
                     self._encode(own)
             missing = self._missing(self._parts)
-        # A token file is indexed where it lies, by the shard that has it.
+        # the shard that has token files indexes them
         is_ready = bool(own) if self._source.holds_tokens else not missing
         corpus = self.corpus() if is_ready else self._open(self._folder())
         left = () if corpus else missing
@@ -289,7 +293,7 @@ class Preparation:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, DataError) and not keeps_parts:
+            if isinstance(error, DataError | ConfigError) and not keeps_parts:
                 shutil.rmtree(self._work, ignore_errors=True)
             if not self._work.exists():
                 shutil.rmtree(self._known, ignore_errors=True)
