@@ -1,7 +1,7 @@
 """The sequences of every batch, by its number alone. `TrainingBatches` draws them from the sources
 of a mixture, each in its own order; `HeldOutBatches` reads a validation set once.
 
-    batch n, place i ─► number of the sequence among all of the run (config/phases.py: Span)
+    batch n, place i ─► number of the sequence in the run (config/groups/phase_settings.py: Span)
                      ─► source, ordinal   mixture.py
                      ─► epoch, sequence   order.py
 

@@ -194,13 +194,11 @@ def test_parts_that_are_damaged_or_left_by_a_kill_are_encoded_again(config, mixe
 
 
 PREPARE = """
-import sys, types
+import sys
+from jaxtrain.config.groups.run_settings import DataConfig
 from jaxtrain.data.preparing import parts, prepare
 parts.PART = 100_000
-config = types.SimpleNamespace(
-    source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
-    bad_records="stop", token_dtype="uint16", validation_fraction=0.1,
-)
+config = DataConfig(source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes")
 print("ready", flush=True)
 print(prepare.prepare(config, 257, progress=False).checksum)
 """
@@ -236,7 +234,7 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
                 complete = present
             unfinished = [each for each in cache.rglob("*.tmp-*") if "known" not in each.parts]
             assert len(unfinished) <= 2  # the part in hand, and the corpus
-        assert process.stdout.read().strip() == whole["checksum"]
+        assert process.stdout.read() == f"{whole['checksum']}\n", process.stderr.read()
         found = prepare(config(source=path, cache=str(cache)), 257, progress=False)
         assert content(found) == whole
         assert {each.name for each in cache.iterdir()} == {"known", found.folder.name}

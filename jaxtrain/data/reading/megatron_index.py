@@ -9,7 +9,7 @@ documents end.
                      where each begins; int64 [d]: the sequence that each document begins with, then
                      n; with images also int8 [n]: the sequences' modes
 
-Source: _IndexWriter in megatron/core/datasets/indexed_dataset.py.
+Source: _IndexWriter in Megatron-LM (megatron.core.datasets.indexed_dataset).
 """
 
 import os
