@@ -44,7 +44,7 @@ def with_keys(
     """The pieces as they are. After the last one the keys of their documents are stored:
     [KEYS · documents] uint64, little-endian, one column after the other. Runs of words across the
     ends of pieces and blocks do not count."""
-    minhash = _minhash if duplicates == "near" else lambda: None
+    minhash: Callable[[], Any] = _minhash if duplicates == "near" else lambda: None
     content, text, words = bytearray(), hashlib.blake2b(digest_size=8), minhash()
     for piece in pieces:
         text.update(piece.text.encode())
