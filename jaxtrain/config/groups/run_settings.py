@@ -58,8 +58,8 @@ class DataConfig:
     )
     duplicates: str = setting(
         "keep",
-        "documents that were read before; exact: those of equal text are left out; near: those of "
-        "similar text, too",
+        "documents that were read before in this source; exact: those of equal text are left out; "
+        "near: also those that share about 80 % of all runs of five words",
         Choices(("keep", "exact", "near")),
     )
     bad_records: str = setting(
