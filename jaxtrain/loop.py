@@ -155,7 +155,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             when_compiled(step, clock, compiling, others)
             cluster.log(*(line for each in loaders for line in each.content.remarks()))
             state, start = candidates.restore(initial)
-            write_settings(config, prepared.requested.pipeline, folder, weights)
+            write_settings(prepared.config, prepared.requested.pipeline, folder, weights)
 
             # --- loop ---
             goodput.reached(start.step)

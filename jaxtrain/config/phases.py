@@ -7,7 +7,16 @@ from jaxtrain.config.groups.phase_settings import Span, phases_of, span_at, span
 from jaxtrain.config.paths import replace
 from jaxtrain.config.states import Config
 
-__all__ = ["RateLine", "Span", "config_of", "largest_of", "rate_lines", "span_at", "spans"]
+__all__ = [
+    "RateLine",
+    "Span",
+    "config_of",
+    "largest_of",
+    "longest_sequence",
+    "rate_lines",
+    "span_at",
+    "spans",
+]
 
 
 class RateLine(NamedTuple):
@@ -32,6 +41,11 @@ def config_of(config: Config, span: Span) -> Config:
         "train.phases": (),
     }
     return replace(config, sizes)
+
+
+def longest_sequence(config: Config) -> int:
+    """The tokens of the longest sequences of a run."""
+    return max(span.sequence_length for span in spans(config))
 
 
 def largest_of(config: Config) -> tuple[Config, str]:
