@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from support.token_files import write_pair
 
 from jaxtrain.config import ConfigError, addresses
 from jaxtrain.data.preparing.prepare import prepare
@@ -152,6 +153,23 @@ def test_token_files_are_read_in_place(config, store, tmp_path, monkeypatch, for
         with pytest.raises(StoreError, match=r"has changed since this run began: put it back"):
             for first in itertools.count(0, 5000):
                 assert len(far.tokens[first : first + 2000])
+
+
+def test_megatron_files_and_several_token_files(config, store, tmp_path):
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    sequences = [[1, 2, 3], [4], [5, 6]]
+    write_pair(folder / "a", sequences, [0, 2, 3], "<u2", 8)
+    write_pair(folder / "b", sequences[::-1], [0, 1, 2, 3], "<u2", 8)
+    for path in folder.iterdir():
+        put(store, f"tokens/{path.name}", path.read_bytes())
+    near = prepare(config(source=str(folder)), 257, progress=False)
+    far = prepare(config(source=f"{STORE}/tokens"), 257, progress=False)
+    assert far.checksum == near.checksum and far.documents.tolist() == near.documents.tolist()
+    assert far.tokens[2:9].tolist() == near.tokens[2:9].tolist() == [3, 4, 5, 6, 5, 6, 4]
+    far.prefetch([(0, 12)])
+    # both tokens.bin have the same version, and are two files of the cache all the same
+    assert sorted(path.name for path in far.folder.iterdir()) == ["corpus.json", "documents.bin"]
 
 
 def test_adjacent_blocks_are_one_request(store, tmp_path, monkeypatch):

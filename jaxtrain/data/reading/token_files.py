@@ -14,7 +14,7 @@ from jaxtrain.config.sources import File, Source
 from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import is_compressed, open_input
 from jaxtrain.data.reading.joined import Joined, Sliced
-from jaxtrain.data.reading.megatron_index import read_index
+from jaxtrain.data.reading.megatron_index import read_dtype
 from jaxtrain.data.stores.ranges import StoreArray, stored_array
 from jaxtrain.data.tokenizer import NoTokenizer, Tokenizer
 
@@ -115,7 +115,7 @@ def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memm
         return ids
     size = file.size if path == file.path else os.path.getsize(path)
     if file.format == "megatron":
-        dtype = read_index(file.path).dtype
+        dtype = read_dtype(file.path)
         whose = f"{dtype.name}, the type in its index"
     else:
         dtype = token_dtype_of(raw_dtype or data.token_dtype)
