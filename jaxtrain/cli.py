@@ -129,7 +129,7 @@ def parse(
         if uses_devices:
             refused = _refusal(namespace, config, before)
         else:
-            refused = checks.error_of(config, checks.Environment(recipe=before))
+            refused = checks.error_of(config, checks.Environment(recipe=before, rules=RULES))
         if not (refused and refused.nearest):
             check(namespace, config)  # also beside an error that no flag mends
         if refused:

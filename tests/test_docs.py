@@ -15,6 +15,7 @@ import sys
 import tokenize
 import tomllib
 import types
+from collections.abc import Sequence
 
 import pytest
 import test_imports  # its list of rooms
@@ -33,8 +34,9 @@ from jaxtrain import (
 from jaxtrain.__main__ import COMMANDS
 from jaxtrain.checkpoint import __main__ as checkpoint_command
 from jaxtrain.config import Config, fields
-from jaxtrain.config.flags import read_flags
+from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.config.rules import checks
+from jaxtrain.data import __main__ as data_command
 from jaxtrain.devices import cluster_environment
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.command import main as plan_command
@@ -120,9 +122,11 @@ def words_of(command: str) -> list[str]:
     return words[starts.get(words[0], 0) :]
 
 
-def check_train(arguments: list[str], devices: int | None = None) -> None:
+def check_train(
+    arguments: list[str], devices: int | None = None, flags: Sequence[Flag] = train.FLAGS
+) -> None:
     """Fails unless these are flags of the training command that work, on this many devices where
-    the number is known."""
+    the number is known. flags: of another command with a recipe"""
     for argument in arguments:
         name, _, value = argument.partition("=")
         if name in ("--config.data.source", "--config.data.tokenizer") and value not in (
@@ -137,9 +141,9 @@ def check_train(arguments: list[str], devices: int | None = None) -> None:
             pathlib.Path("mean.py").write_text("".join(fences(text, "python")))
         if name == "--config.pipeline.schedule" and value.startswith(CSV):
             pathlib.Path(value.removeprefix(CSV)).touch()
-    config, flags = cli.parse(arguments, "", train.FLAGS)
+    config, values = cli.parse(arguments, "", flags)
     if devices:
-        config = checks.check_devices(config, flags.cpu_devices or devices)
+        config = checks.check_devices(config, values.cpu_devices or devices)
         if not config.pipeline.schedule.startswith(CSV):
             make_setup(config.resolve())
 
@@ -212,6 +216,9 @@ def check_module(module: str, arguments: list[str]) -> None:
         cli.checked_flags(
             flagged, "", checkpoint_command.FLAGS[command], lambda flags: flags, words=True
         )
+    elif module == "jaxtrain.data":
+        command, *rest = arguments
+        check_train(rest, flags=data_command.FLAGS[command])
     elif module == "jaxtrain.convert":
         command, *rest = arguments
         own = convert.FLAGS[command]

@@ -142,6 +142,10 @@ RUNS = {
     "benchmarks/planner.py": Smallest(
         [f"--rows={ROOT}/benchmarks/published/measured_here.csv"], ("by kind of run",)
     ),
+    "benchmarks/preparing.py": Smallest(
+        ["--mb=1", "--vocabulary=300", "--rounds=1"],
+        ("tokenizers alone: ", "prepare reaches ", " by CPU-seconds"),
+    ),
     "benchmarks/vocabulary.py": Smallest(
         ["--vocabulary=257", "--stages=4", "--", *MODEL, *STAGES], ("zb_v", "\nparallel ")
     ),

@@ -142,7 +142,7 @@ class Source:
     unreadable: tuple[str, ...] = ()
     linked_folders: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    unlisted: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def place(self) -> str:
@@ -329,22 +329,20 @@ def find_among(
 def _mixed_tokens(source: Source) -> str:
     """The reason why the token files of a source are no corpus: they lie among others, are of
     several formats, or an index lacks its tokens; "" if they are one."""
-    tokens = [file for file in source.files if FORMATS[file.format].holds == "tokens"]
+    tokens = [file.path for file in source.files if FORMATS[file.format].holds == "tokens"]
     texts = [file.path for file in source.files if FORMATS[file.format].holds != "tokens"]
     rename = "let the names of those that are not meant begin with _ or ., or name a pattern"
     if tokens and texts:
-        names = source.listed([file.path for file in tokens])
+        names = source.listed(tokens)
         return f"holds token files ({names}) beside others ({source.listed(texts)}): {rename}"
-    names_of = {file.path for file in tokens}
-    for file in tokens:
-        if file.format == "idx" and file.path.removesuffix(".idx") + ".bin" not in names_of:
-            path = file.path.removesuffix(".idx") + ".bin"
-            return f"has the index {file.path} without its tokens, {path}"
+    indices = [file.path for file in source.files if file.format == "idx"]
+    stems = {os.path.splitext(path)[0]: path for path in indices}
+    if alone := stems.keys() - {path.removesuffix(".bin") for path in tokens}:
+        return f"has the index {stems[min(alone)]} without its tokens, {min(alone)}.bin"
     by_format = {file.format: file.path for file in source.token_files}
-    if len(by_format) > 1:
-        kinds = " and ".join(f"{FORMATS[kind].title}: {path}" for kind, path in by_format.items())
-        return f"holds token files of several formats, {kinds}: {rename}"
-    return ""
+    kinds = " and ".join(f"{FORMATS[kind].title}: {path}" for kind, path in by_format.items())
+    several = f"holds token files of several formats, {kinds}: {rename}"
+    return several if len(by_format) > 1 else ""
 
 
 def similar_files(path: pathlib.Path) -> list[str]:
@@ -419,24 +417,24 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
     for folder, folders, names in os.walk(root, onerror=lambda e: unreadable.append(e.filename)):
         above = pathlib.PurePath(folder).relative_to(root).parts
         entered = [name for name in folders if _matches((*above, name), pattern, partly=True)]
+        present = {*names}
         matches = [
             entry
             for entry in names
-            if any(_matches((*above, called), pattern) for called in _called(entry, {*names}))
+            if any(_matches((*above, called), pattern) for called in _called(entry, present))
         ]
         if SPLITS in matches:
             split = "train" if "train" in folders else min(folders, default="SPLIT")
             rule = f"has {os.path.join(folder, SPLITS)}: its splits ({', '.join(sorted(folders))}) "
             fix = {"data.source": os.path.join(folder, split)}
             raise ConfigError("data.source", name, f"{rule}are one source each", fixes=[fix])
-        described = {format_of(entry) for entry in matches} & {"arrow", "array_record"}
         if {STATE, INFO} <= {*matches}:
-            matches = _saved_files(name, folder, entries := matches)
-            places = {os.path.join(folder, entry): i for i, entry in enumerate(matches)}
-            saved_order |= {path: (*above, f"{i:012}") for path, i in places.items()}
-            others = [entry for entry in {*entries} - {*matches} if format_of(entry) == "arrow"]
-            unlisted += [os.path.join(folder, entry) for entry in others]
-        elif described:
+            matches = _saved_files(name, folder, candidates := matches)
+            for i, entry in enumerate(matches):
+                saved_order[os.path.join(folder, entry)] = (*above, f"{i:012}")
+            others = [entry for entry in candidates if format_of(entry) == "arrow"]
+            unlisted += [os.path.join(folder, entry) for entry in {*others} - {*matches}]
+        elif any(format_of(entry) in ("arrow", "array_record") for entry in matches):
             matches = [entry for entry in matches if entry not in DESCRIPTIONS]
         unmatched += [ending(name) for name in {*names} - {*matches} if not passes(name)]
         closed += len(folders) - len(entered)
@@ -451,8 +449,9 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
                 unreadable.append(path)
             elif os.path.islink(path):
                 linked_folders.append(path)
+    depth = len(root.parts)
     for paths in (files, unreadable, linked_folders, passed_over, unlisted):
-        paths.sort(key=lambda path: saved_order.get(path) or _below(path, root))
+        paths.sort(key=lambda path: saved_order.get(path) or pathlib.Path(path).parts[depth:])
     source = Source(
         name,
         root,
@@ -466,10 +465,6 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
     if not files and (not unreadable or name == STDLIB):
         raise _no_files(source, unmatched, closed)
     return source
-
-
-def _below(path: str, root: pathlib.Path) -> tuple[str, ...]:
-    return pathlib.PurePath(path).relative_to(root).parts
 
 
 def _called(name: str, names: set[str]) -> tuple[str, ...]:

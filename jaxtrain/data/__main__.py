@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain import cli
 from jaxtrain.config import Config, UsageError
-from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags
+from jaxtrain.config.flags import Flag
 from jaxtrain.config.groups.mixture_settings import mixture_of, validation_sets
 from jaxtrain.config.phases import spans
 from jaxtrain.data.corpora import errors_of, prepare_all
@@ -55,8 +55,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit status, as that of train."""
     name, *rest = argv or ["--help"]
     if name in ("--help", "-h", "--version"):
-        every = (*SHARED_FLAGS, *FLAGS["prepare"], *FLAGS["show"])
-        read_flags([name], DESCRIPTION, every, with_config=True)  # ends here
+        cli.parse([name], DESCRIPTION, (*FLAGS["prepare"], *FLAGS["show"]))  # ends here
     if name not in FLAGS:
         raise cli.FlagsError(
             f"{name!r} is no command of jaxtrain data: use jaxtrain data prepare or jaxtrain data "
@@ -94,7 +93,7 @@ def prepare(config: Config, flags: types.SimpleNamespace) -> None:
                 flush=True,
             )
             continue
-        lines = write_report(shard.corpus, config.data.sequence_length).lines()
+        lines = write_report(shard.corpus, config.data.sequence_length)
         if k < len(sources):
             epochs = _tokens_read(config, k) / max(len(shard.corpus.train), 1)
             weight = f"weight {one.weight:g}: " if one.name else ""
@@ -147,9 +146,8 @@ def _table(arrays: SequenceArrays, tokenizer: Tokenizer) -> Iterator[str]:
     for values in zip(*columns.values(), strict=True):
         token = int(values[2])
         text = tokenizer.decode([token])
-        if not text and isinstance(tokenizer, FileTokenizer):
-            text = tokenizer.token(token) or ""  # a mark
-        yield "".join(f"{value:>9g}" for value in values) + f"  {text!r}"
+        mark = tokenizer.token(token) if isinstance(tokenizer, FileTokenizer) else "end of document"
+        yield "".join(f"{value:>9g}" for value in values) + f"  {repr(text) if text else mark}"
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ GROUP = 1 << 20  # tokens of a group at least
 SEQUENCES = 256  # of a group at least: with few of them more is padding
 STORED = 64  # groups from which on their sequences are counted once, and stored
 PACKED = 128  # groups in memory: those of a window of the order, and of the next one
-FORMAT = 1  # of the stored counts
 
 
 class BestFit:
-    """The best-fit packing of a stream of a corpus, as document_packing.Packing."""
+    """The best-fit packing of a stream of a corpus: attributes and methods as of
+    document_packing.StreamPacking."""
 
     def __init__(self, corpus: Corpus, stream: Stream, sequence_length: int):
         self._documents, self._stream = np.asarray(corpus.documents), stream
@@ -45,7 +45,7 @@ class BestFit:
         groups = -(-len(stream) // self._tokens)
         count = lambda: [pack(np.diff(self._pieces(i)), self._length + 1)[1] for i in range(groups)]
         if groups > STORED:
-            key = hashlib.sha256(f"{FORMAT} {corpus.checksum} {sequence_length}".encode())
+            key = hashlib.sha256(f"{corpus.checksum} {sequence_length}".encode())
             key.update(np.append(stream.starts, stream.offsets).tobytes())
             counts = stored(corpus.folder / f"best-fit-{key.hexdigest()[:16]}.txt", count)
         else:

@@ -17,8 +17,6 @@ next document as its target.
 Legend: T the sequence length. loader.py puts sequences into batches and batches onto devices.
 """
 
-from typing import Protocol
-
 import numpy as np
 
 from jaxtrain.data.best_fit import GROUP, BestFit
@@ -30,28 +28,15 @@ from jaxtrain.data.tokenizer import DataError
 SequenceArrays = dict[str, np.ndarray]
 
 
-class Packing(Protocol):
-    """The tokens of each sequence of a stream.
+class StreamPacking:
+    """Sequences that follow each other in the stream. The rest of the stream is shorter than a
+    sequence. With `padded` it is the last one; otherwise it is left out, or repeated if it is the
+    entire stream.
 
     firsts: [groups + 1] int64, the first sequence of each group, then the number of sequences. The
         sequences of a group have neighbouring tokens, about GROUP of them.
     repeated: the stream is too short for one sequence, and repeats in it
     """
-
-    firsts: np.ndarray
-    repeated: bool
-
-    def ranges(self, s: int) -> list[tuple[int, int]]:
-        """The tokens [begin, end) of the stream in sequence s, at most T + 1 of them."""
-
-    def group_range(self, group: int) -> tuple[int, int]:
-        """The tokens [begin, end) of the stream in the sequences of a group."""
-
-
-class StreamPacking:
-    """Sequences that follow each other in the stream. The rest of the stream is shorter than a
-    sequence. With `padded` it is the last one; otherwise it is left out, or repeated if it is the
-    entire stream."""
 
     def __init__(self, tokens: int, sequence_length: int, padded: bool):
         self._tokens, self._length = tokens, sequence_length
@@ -63,6 +48,7 @@ class StreamPacking:
         self.firsts = np.append(self.firsts, sequences)
 
     def ranges(self, s: int) -> list[tuple[int, int]]:
+        """The tokens [begin, end) of the stream in sequence s, at most T + 1 of them."""
         size, begin = self._length + 1, s * self._length
         if self.repeated:
             times, rest = divmod(size, self._tokens)
@@ -70,6 +56,7 @@ class StreamPacking:
         return [(begin, min(begin + size, self._tokens))]
 
     def group_range(self, group: int) -> tuple[int, int]:
+        """The tokens [begin, end) of the stream in the sequences of a group."""
         begin, end = (self.firsts[group : group + 2] * self._length).tolist()
         return begin, min(end + 1, self._tokens)
 
@@ -101,7 +88,7 @@ class Sequences:
         self._length, self._across = sequence_length, attend_across_documents
         self._tokens, self._documents = view(corpus.tokens), view(corpus.documents)
         self._mask = view(corpus.mask)
-        self.packing: Packing = (
+        self.packing: StreamPacking | BestFit = (
             BestFit(corpus, stream, sequence_length)
             if packing == "best_fit"
             else StreamPacking(len(stream), sequence_length, padded)

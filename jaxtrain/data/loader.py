@@ -102,15 +102,6 @@ class Loader(Generic[Content]):
         span = span or self.content.spans[0]
         return self._microbatches, span.batch_size // self._microbatches, span.sequence_length
 
-    def specification(self, span: Span | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, types and shardings of a span's batches, for compilation before the first one is
-        read; None: the first span's."""
-        arrays = self.content.sequences(span or self.content.spans[0]).empty()
-        return {
-            k: jax.ShapeDtypeStruct(self.shape(span), v.dtype, sharding=self._sharding)
-            for k, v in arrays.items()
-        }
-
     def batch(self, number: int) -> Batch:
         """Reads the batch with a number; the first one is 0."""
         return self.read(number)[1]

@@ -17,6 +17,7 @@ from jaxtrain.config import (
     TrainConfig,
     fields,
     get,
+    own_code,
     sources,
     suggestion,
 )
@@ -79,6 +80,11 @@ def _files_exist(data: DataConfig) -> Iterator[Violation]:
         sources.check(data.source)
     except ConfigError as error:
         yield Violation(error.field, error.rule, error.fixes)
+    try:
+        if data.filter:
+            own_code.digest(data.filter)
+    except own_code.OwnCodeError as error:
+        yield Violation("data.filter", str(error), [{"data.filter": ""}])
     path, value = "data.tokenizer", data.tokenizer
     file = pathlib.Path(os.path.expanduser(value))
     # "none" (the corpus has tokens) and "bytes" are no paths

@@ -22,8 +22,8 @@ class ExitStatus(enum.IntEnum):
 
     FINISHED = 0
     FAULT = 1  # in the program, with a traceback
-    BAD_CONFIG = 2  # flags, recipe or settings
-    BAD_DATA = 65  # EX_DATAERR: the corpus
+    BAD_CONFIG = 2  # flags, recipe or settings; damaged files of a corpus
+    BAD_DATA = 65  # EX_DATAERR: records of the corpus, or a corpus that has changed
     STORAGE = 74  # EX_IOERR: what is stored cannot be read or written
     # EX_TEMPFAIL: on request (SIGTERM, preemption), with the step saved: the same command goes on
     STOPPED = 75

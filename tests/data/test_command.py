@@ -116,7 +116,9 @@ def test_show_prints_what_training_reads(recipe, capsys):
             read = np.array([float(values[column]) for values in columns])
             assert np.array_equal(read, arrays[name]), name
         texts = [bytes([i] if i < 256 else []).decode() for i in arrays["tokens"]]
-        assert [values[5] for values in columns] == [repr(text) for text in texts]
+        assert [values[5] for values in columns] == [
+            repr(text) if text else "end of document" for text in texts
+        ]
 
 
 def test_control_characters_and_marks_are_visible(recipe, capsys, tokenizer_file):
@@ -130,7 +132,7 @@ def test_control_characters_and_marks_are_visible(recipe, capsys, tokenizer_file
         "--config.data.cache=cache",
     )
     texts = [line.split(maxsplit=5)[5] for line in out[2:]]
-    assert {"'\\t'", "'<|endoftext|>'"} <= {*texts} and len(texts) == 200
+    assert {"'\\t'", "<|endoftext|>"} <= {*texts} and len(texts) == 200
     assert {line.split()[0] for line in out[2:]} == {"1"}  # documents are not told apart
 
 
@@ -155,7 +157,7 @@ def test_control_characters_and_marks_are_visible(recipe, capsys, tokenizer_file
         (
             ["prepare", "--config=recipe.py", "--config.data.sources.web.filter=absent.py:keep"],
             "data.sources=('web=web.jsonl', 'web.filter=absent.py:keep', 'code=code', "
-            "'code.weight=0.25') has web.filter=absent.py:keep, which names no file:",
+            "'code.weight=0.25') has web, and its data.filter='absent.py:keep' names no file:",
         ),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",

@@ -53,7 +53,7 @@ def test_the_first_of_equal_documents_stays(folder, config):
     assert documents(corpus) == texts
     info = read_json(corpus.folder / "corpus.json")
     assert info["left_out"] == {"filter": 2, "exact": 20, "near": 20}
-    assert info["files"] == [60, 0, 0]
+    assert info["documents_by_file"] == {"d/a.jsonl": 60, "d/b.txt": 0, "d/c.jsonl": 0}
     assert info["text"] == sum(map(len, [*texts, *texts[:9], texts[20], *near, *texts[30:40]]))
     assert info["encoded"] == info["text"] + 100  # with the ends of documents
 

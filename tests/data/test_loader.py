@@ -601,19 +601,17 @@ def test_no_hidden_transfers(config, corpus):
         loader.batch(0)
 
 
-def test_specification_is_what_comes(config, corpus):
+def test_shapes_types_and_shardings(config, corpus):
     for across in (True, False):
         with load(
             corpus, config(attend_across_documents=across), "train", sharding(data=4), 2
         ) as loader:
-            specification, batch = loader.specification(), loader.batch(0)
-            assert specification.keys() == batch.keys()
-            for name, array in batch.items():
-                assert (array.shape, array.dtype, array.sharding) == (
-                    specification[name].shape,
-                    specification[name].dtype,
-                    sharding(data=4),
-                )
+            types = {} if across else {"segments": np.int32, "positions": np.int32}
+            types |= {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+            batch = loader.batch(0)
+            assert {name: array.dtype for name, array in batch.items()} == types
+            for array in batch.values():
+                assert (array.shape, array.sharding) == (loader.shape(), sharding(data=4))
 
 
 def test_a_feed_jumps(config, corpus):

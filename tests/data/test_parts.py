@@ -2,9 +2,13 @@
 from them."""
 
 import gzip
+import itertools
 import json
 import pathlib
+import random
+import re
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -187,3 +191,50 @@ def test_parts_that_are_damaged_or_left_by_a_kill_are_encoded_again(config, mixe
     (work / "part-00000" / tokens.INFO).write_text("{")
     assert prepare_shard(data, 257, (0, 3), progress=False).encoded == 3
     assert content(prepare(data, 257, progress=False)) == whole
+
+
+PREPARE = """
+import sys
+from jaxtrain.config.groups.run_settings import DataConfig
+from jaxtrain.data.preparing import parts, prepare
+parts.PART = 100_000
+config = DataConfig(source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes")
+print("ready", flush=True)
+print(prepare.prepare(config, 257, progress=False).checksum)
+"""
+
+
+@pytest.mark.parametrize("trials", [1, pytest.param(60, marks=pytest.mark.full)])
+def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monkeypatch, trials):
+    """At random moments: complete parts stay as they are, nothing else counts, and the corpus is
+    that of an undisturbed preparation."""
+    path = write("a.jsonl", lines(30_000))
+    monkeypatch.setattr(parts_module, "PART", 100_000)
+    whole = content(prepare(config(source=path), 257, progress=False))
+    chance = random.Random(0)
+    for trial in range(trials):
+        cache = path.parent / f"killed {trial}"
+        complete: dict[str, tuple[int, int]] = {}
+        for attempt in itertools.count():
+            process = start_python(PREPARE, path, cache)
+            assert process.stdout.readline() == "ready\n"
+            try:
+                process.wait(chance.uniform(0, 0.1 + 0.05 * attempt))
+                break
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            present = {
+                str(part): part.stat()[1:3]
+                for part in cache.glob("corpus-*.parts/part-*")
+                if re.fullmatch(r"part-\d+", part.name)
+            }
+            if present:  # they go when the corpus is there
+                assert complete.items() <= present.items()
+                complete = present
+            unfinished = [each for each in cache.rglob("*.tmp-*") if "known" not in each.parts]
+            assert len(unfinished) <= 2  # the part in hand, and the corpus
+        assert process.stdout.read() == f"{whole['checksum']}\n", process.stderr.read()
+        found = prepare(config(source=path, cache=str(cache)), 257, progress=False)
+        assert content(found) == whole
+        assert {each.name for each in cache.iterdir()} == {"known", found.folder.name}

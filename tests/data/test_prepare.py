@@ -351,7 +351,7 @@ def test_what_was_prepared_before_still_counts(config, write):
     info = json.loads((corpus.folder / "corpus.json").read_text())
     assert info.keys() == {
         *("dtype", "tokens", "documents", "masked", "checksum", "tokenizer"),
-        *("of", "parts", "prepared", "text", "encoded", "files", "left_out"),
+        *("of", "parts", "prepared", "text", "encoded", "documents_by_file", "left_out"),
     }
     for format, key in (("text", "1e5387a3c3989869"), ("jsonl", "84293e0dc347b5cc")):
         source = Source("a", path, (File(str(path), format, 7, 1),))

@@ -18,10 +18,16 @@ import pyarrow.parquet
 import pytest
 from support.token_files import write_pair
 
+from jaxtrain import config as configs
 from jaxtrain.config import ConfigError, addresses
+from jaxtrain.config.phases import spans
+from jaxtrain.data import document_packing, order
+from jaxtrain.data.batches import TrainingBatches
+from jaxtrain.data.corpora import prepare_all
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.stores import blocks, filesystem, listing, ranges
 from jaxtrain.data.stores.filesystem import Protocol, StoreAwayError, StoreError
+from jaxtrain.data.stores.ranges import stop_reading_ahead
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import watchdog
 
@@ -184,6 +190,47 @@ def test_adjacent_blocks_are_one_request(store, tmp_path, monkeypatch):
     assert stored.read(20, 1550) == content[20:]
     asked = sorted((each["start"], each["end"]) for _, each in store.asked)
     assert asked == [(0, 100), (200, 600), (600, 1000), (1000, 1400), (1400, 1550)]
+
+
+def test_windows_are_read_ahead(store, tmp_path, monkeypatch):
+    """Batches are those of a local file; few bytes are requested twice where two windows fit, and a
+    cache that is too small for that has a note."""
+    for module, name, value in (
+        (ranges, "BLOCK", 128),
+        (blocks, "BLOCK", 128),
+        (document_packing, "GROUP", 256),
+        (order, "WINDOW", 4),
+    ):
+        monkeypatch.setattr(module, name, value)
+    ids = np.random.default_rng(0).integers(0, 250, 30_000).astype("<u2")
+    (tmp_path / "a.bin").write_bytes(ids.tobytes())
+    url = put(store, "a.bin", ids.tobytes())
+    changes = {
+        "data.tokenizer": "none",
+        "data.cache": str(tmp_path / "cache"),
+        "data.sequence_length": 32,
+        "data.store_cache_gb": 25e-6,
+    }
+
+    def batches(**more) -> TrainingBatches:
+        names = {name.replace("__", "."): value for name, value in more.items()}
+        c = configs.replace(configs.Config(), changes | names)
+        return TrainingBatches(prepare_all(c.data, 257, progress=False), spans(c))
+
+    near, far = batches(data__source=str(tmp_path / "a.bin")), batches(data__source=url)
+    (note,) = far.remarks()
+    assert note.startswith("data.store_cache_gb=2.5e-05 is little for data.source=memory://buc")
+    assert near.remarks() == [] == batches(data__source=url, data__store_cache_gb=1.0).remarks()
+    store.asked.clear()
+    for batch in range(55):  # nearly an epoch
+        draws = [far.draw(batch, place) for place in range(16)]
+        far.prefetch(draws)
+        for place, draw in enumerate(draws):
+            expected = near.draw(batch, place).arrays()
+            assert all(np.array_equal(draw.arrays()[name], expected[name]) for name in expected)
+    stop_reading_ahead()
+    asked = sum(each["end"] - each["start"] for _, each in store.asked if "start" in each)
+    assert asked < 1.5 * ids.nbytes
 
 
 def test_an_outage_is_waited_out(store, tmp_path, capsys):

@@ -168,8 +168,9 @@ DAMAGE = {
     "a negative pointer": (damage_index(patched(54, "<q", -2)), "sequence 0 has 3 tokens from"),
     "documents that go back": (damage_index(patched(102, "<q", 4)), "document 2 begins with seq"),
     "documents outside": (damage_index(patched(118, "<q", 2**62)), "document 3 begins with seq"),
-    "a first document": (damage_index(patched(94, "<q", 1)), "its documents go from sequence 1 to"),
-    "a last document": (damage_index(patched(134, "<q", 4)), "go from sequence 0 to 4, and must"),
+    "a document at -2^63": (damage_index(patched(110, "<q", -(2**63))), "document 2 begins wit"),
+    "a first document": (damage_index(patched(94, "<q", 1)), "document 0 begins with sequence 1"),
+    "a last document": (damage_index(patched(134, "<q", 4)), "document 5 begins with sequence 4"),
     "a shorter .bin": (lambda path: os.truncate(path, 10), "sequence 3 has 1 tokens from byte 10"),
     "a longer .bin": (
         lambda path: path.write_bytes(path.read_bytes() + b"ab"),

@@ -47,6 +47,20 @@ def test_files(tmp_path):
             checks.check(cfg.replace(BASE, {"data.source": str(value)}), files)
 
 
+def test_a_filter_that_is_not_there():
+    files = Environment(rules=RUN_RULES)
+    with pytest.raises(ConfigError) as error:
+        checks.check(cfg.replace(BASE, {"data.filter": "keep.py"}), files)
+    assert str(error.value) == (
+        "data.filter='keep.py' is not FILE.py:NAME or package.module:NAME: use "
+        "--config.data.filter="
+    )
+    items = (f"web={__file__}", "web.filter=absent.py:keep")
+    with pytest.raises(ConfigError, match="has web, and its data.filter='absent.py:keep' names no"):
+        checks.check(cfg.replace(BASE, {"data.sources": items}), files)
+    checks.check(cfg.replace(BASE, {"data.filter": f"{__file__}:name"}), files)
+
+
 def test_large_models_on_the_default_corpus_get_a_note():
     large = load_recipe(find_recipe("gpt2_124m"))
     source, tokenizer = {"data.source": "mine/*.txt"}, {"data.tokenizer": "mine.json"}

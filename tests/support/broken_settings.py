@@ -355,16 +355,6 @@ RULES = [
         "train.loss='loss.py' is not FILE.py:NAME or package.module:NAME: use --config.train.loss=",
     ),
     (
-        {"data.filter": "keep.py"},
-        "data.filter='keep.py' is not FILE.py:NAME or package.module:NAME: use "
-        "--config.data.filter=",
-    ),
-    (
-        {"data.sources": ("web=a.txt", "web.filter=f.py")},
-        "data.sources=('web=a.txt', 'web.filter=f.py') has web.filter=f.py, which is not "
-        "FILE.py:NAME or package.module:NAME",
-    ),
-    (
         {"train.loss": "mine:loss", "train.z_loss": 1e-4},
         "train.z_loss=0.0001 is a term of cross-entropy, in whose place is train.loss='mine:loss': "
         "use --config.train.z_loss=0.0",

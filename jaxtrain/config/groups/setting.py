@@ -122,6 +122,11 @@ def with_entry(entries: tuple[str, ...], name: str, text: str) -> tuple[str, ...
     return tuple((by_name | {name: f"{name}={text}"}).values())
 
 
+def without_entries(entries: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """Items without those of a name, NAME=TEXT and NAME.SETTING=TEXT."""
+    return tuple(each for each in entries if not each.startswith((f"{name}=", f"{name}.")))
+
+
 # --- records --------------------------------------------------------------------------------------
 
 

@@ -18,19 +18,20 @@ from jaxtrain.config.groups.layer_kinds import (
 )
 from jaxtrain.config.groups.setting import entry_text, with_entry
 from jaxtrain.config.rules.field_rules import field_violation
-from jaxtrain.config.rules.rules import SettingChanges, SettingsRule, Violation, groups_of
+from jaxtrain.config.rules.rules import (
+    SettingChanges,
+    SettingsRule,
+    Violation,
+    groups_of,
+    item_violations,
+)
 
 PATTERN, KINDS = "model.pattern", "model.kinds"
 
 
 def kinds_are_known(model: ModelConfig) -> Iterator[Violation]:
     """The rule before layers of any kind are looked at."""
-    for entry in model.kinds:
-        if fault := _fault(entry):
-            rule, instead = fault
-            fixed = (instead if each == entry else each for each in model.kinds)
-            fixes = [{KINDS: tuple(filter(None, fixed))}]
-            yield Violation(KINDS, f"has {shown(entry)}, {rule}", fixes)
+    yield from item_violations(KINDS, model.kinds, _fault)
     known = {*BUILTIN, *(entry.partition(".")[0] for entry in model.kinds)}
     for kind in [kind for kind in model.pattern if kind not in known]:
         near = nearly(kind, sorted(known), 0.6)

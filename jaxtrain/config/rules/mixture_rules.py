@@ -1,9 +1,10 @@
 """The rules of `data.sources` and `data.validation`: the form of their items, the settings and
 names that these have, and the rules of a corpus for each of theirs. Standard library only."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtrain.config import DataConfig, fields, shown
 from jaxtrain.config.errors import nearly
@@ -16,9 +17,9 @@ from jaxtrain.config.groups.mixture_settings import (
     parse_source_entry,
     validation_sets,
 )
-from jaxtrain.config.groups.setting import entry_text, with_entry
+from jaxtrain.config.groups.setting import entry_text, with_entry, without_entries
 from jaxtrain.config.rules.field_rules import field_violation
-from jaxtrain.config.rules.rules import Violation
+from jaxtrain.config.rules.rules import Violation, item_violations
 
 SOURCES, SETS = "data.sources", "data.validation"
 # Settings of a source in its mixture → whether a value is right, and the rule.
@@ -32,21 +33,14 @@ _IN_MIXTURE: dict[str, tuple[Callable[[Any], bool], str]] = {
 def items_are_known(data: DataConfig) -> Iterator[Violation]:
     """The items have settings that there are, each name has a path, and no two sets one name."""
     for path, items in ((SOURCES, data.sources), (SETS, data.validation)):
-        by_name = {item.partition("=")[0]: item for item in items}
-        if len(by_name) < len(items):
-            yield Violation(path, "names a setting twice", [{path: tuple(by_name.values())}])
-        for item in items:
-            name = re.split("[.=]", item)[0]
-            without = tuple(each for each in items if re.split("[.=]", each)[0] != name)
-            if fault := _fault(item, path):
-                fixed = (fault.meant if each == item else each for each in items)
-                fixes = [{path: tuple(filter(None, fixed))}, {path: without}]
-                yield Violation(path, f"has {shown(item)}, {fault.rule}", fixes)
-            elif name not in by_name:
-                yield Violation(path, f"has no path of {name}, {name}=PATH", [{path: without}])
-            elif path == SETS and any(source.name == name for source in mixture_of(data)):
+        yield from item_violations(path, items, functools.partial(_fault, path=path))
+        for name in dict.fromkeys(re.split("[.=]", item)[0] for item in items):
+            without = [{path: without_entries(items, name)}]
+            if not any(item.startswith(f"{name}=") for item in items):
+                yield Violation(path, f"has no path of {name}, {name}=PATH", without)
+            if path == SETS and any(source.name == name for source in mixture_of(data)):
                 rule = f"has {name}, the name of a source, and of the part that it holds out"
-                yield Violation(path, rule, [{path: without}])
+                yield Violation(path, rule, without)
     if not any(source.weight for source in mixture_of(data)):
         yield Violation(SOURCES, "has no source with a weight above 0", [{SOURCES: ()}])
 
@@ -78,29 +72,22 @@ def _item(name: str, setting: str) -> str:
     return f"{name}.{setting.removeprefix('data.')}".removesuffix(".source")
 
 
-class _Fault(NamedTuple):
-    """What is wrong with an item, and the item that it may mean or ""."""
-
-    rule: str
-    meant: str = ""
-
-
-def _fault(item: str, path: str) -> _Fault | None:
-    """The fault of an item of `path`, if it has one."""
+def _fault(item: str, path: str) -> tuple[str, str] | None:
+    """What is wrong with an item of `path`, and what it may mean or ""; None for nothing."""
     one, in_mixture = parse_source_entry(item), _IN_MIXTURE if path == SOURCES else {}
     if one is None or not one.text and one.setting == PATH:
-        return _Fault("which is not NAME=PATH or NAME.SETTING=VALUE")
+        return "which is not NAME=PATH or NAME.SETTING=VALUE", ""
     value, of_data = entry_value(one), f"data.{one.setting}".replace("data.path", "data.source")
     if one.setting in in_mixture:
         is_right, rule = in_mixture[one.setting]
-        return None if is_right(value) else _Fault(f"which needs {rule}")
+        return None if is_right(value) else (f"which needs {rule}", "")
     if one.setting not in (PATH, *OF_SOURCE):
         known = (*in_mixture, *OF_SOURCE)
         near = nearly(one.setting, known, 0.6)
         rule = f"whose setting is none of {', '.join(known)}"
-        return _Fault(rule, near and f"{one.name}.{near}={one.text}")
+        return rule, near and f"{one.name}.{near}={one.text}"
     if wrong := field_violation(of_data, value, fields()[of_data].default):
         meant = [entry_text(fix[of_data]) for fix in wrong.fixes if of_data in fix][:1]
-        rule = f"and {of_data}={shown(value)} {wrong.rule}"
-        return _Fault(rule, "".join(f"{_item(one.name, of_data)}={text}" for text in meant))
+        instead = "".join(f"{_item(one.name, of_data)}={text}" for text in meant)
+        return f"and {of_data}={shown(value)} {wrong.rule}", instead
     return None

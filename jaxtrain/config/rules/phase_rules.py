@@ -4,7 +4,7 @@ config of each span. Standard library only."""
 import itertools
 from collections.abc import Iterable, Iterator
 
-from jaxtrain.config import DataConfig, FilledConfig, MeshedConfig, TrainConfig, get, number, shown
+from jaxtrain.config import DataConfig, FilledConfig, MeshedConfig, TrainConfig, get, number
 from jaxtrain.config.errors import nearly
 from jaxtrain.config.groups.mixture_settings import mixture_of
 from jaxtrain.config.groups.phase_settings import (
@@ -14,10 +14,10 @@ from jaxtrain.config.groups.phase_settings import (
     phases_of,
     spans_of,
 )
-from jaxtrain.config.groups.setting import entry_text, with_entry
+from jaxtrain.config.groups.setting import entry_text, with_entry, without_entries
 from jaxtrain.config.phases import Span, config_of, spans
 from jaxtrain.config.rules.kind_rules import violations
-from jaxtrain.config.rules.rules import SettingChanges, SettingsRule, Violation
+from jaxtrain.config.rules.rules import SettingChanges, SettingsRule, Violation, item_violations
 
 PHASES = "train.phases"
 SIZES = ("data.batch_size", "data.sequence_length")  # that phases change
@@ -26,15 +26,7 @@ SIZES = ("data.batch_size", "data.sequence_length")  # that phases change
 def phases_are_known(train: TrainConfig, data: DataConfig) -> Iterator[Violation]:
     """The items have settings that there are, and each phase begins after the one before it."""
     entries, phases, all_spans = train.phases, phases_of(train), spans_of(data, train)
-    for entry in entries:
-        if fault := _fault_of_item(entry, data):
-            rule, meant = fault
-            fixed = tuple(filter(None, (meant if e == entry else e for e in entries)))
-            fixes = [{PHASES: fixed}, _without(train, entry.partition(".")[0])]
-            yield Violation(PHASES, f"has {shown(entry)}, {rule}", fixes)
-    by_name = {entry.partition("=")[0]: entry for entry in entries}
-    if len(by_name) < len(entries):
-        yield Violation(PHASES, "names a setting twice", [{PHASES: tuple(by_name.values())}])
+    yield from item_violations(PHASES, entries, lambda item: _fault_of_item(item, data))
     for name, phase in phases.items():
         yield from _violations_of_phase(name, phase, train)
     begun = {span.phase for span in all_spans}
@@ -143,5 +135,4 @@ def _in_span(violation: Violation, config: FilledConfig, span: Span) -> Violatio
 
 def _without(train: TrainConfig, name: str) -> SettingChanges:
     """The items without those of a phase, or without one of its settings."""
-    beginnings = f"{name}.", f"{name}="
-    return {PHASES: tuple(entry for entry in train.phases if not entry.startswith(beginnings))}
+    return {PHASES: without_entries(train.phases, name)}

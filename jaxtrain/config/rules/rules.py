@@ -10,8 +10,12 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from jaxtrain.config.errors import shown
+from jaxtrain.config.groups.setting import without_entries
 
 SettingChanges = dict[str, Any]  # setting → value
 
@@ -54,3 +58,23 @@ def divisors(n: int) -> tuple[int, ...]:
 def values_for(path: str, values: Iterable[Any]) -> list[SettingChanges]:
     """Changes of one setting, to each of these values."""
     return [{path: value} for value in values]
+
+
+def item_violations(
+    path: str, items: tuple[str, ...], fault: Callable[[str], tuple[str, str] | None]
+) -> Iterator[Violation]:
+    """The violations of a setting's items NAME.SETTING=TEXT, each by itself, and of those that
+    stand twice.
+
+    fault: item → what is wrong with it, and the item that it may mean or ""; None if nothing is
+    """
+    for item in items:
+        if found := fault(item):
+            rule, meant = found
+            mended = (meant if each == item else each for each in items)
+            without = without_entries(items, re.split("[.=]", item)[0])
+            fixes = values_for(path, [tuple(filter(None, mended)), without])
+            yield Violation(path, f"has {shown(item)}, {rule}", fixes)
+    by_name = {item.partition("=")[0]: item for item in items}
+    if len(by_name) < len(items):
+        yield Violation(path, "names a setting twice", [{path: tuple(by_name.values())}])

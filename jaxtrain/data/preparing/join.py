@@ -16,6 +16,8 @@ from jaxtrain.data.preparing.parts import StoredPart, dtype_of
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.tokenizer import DataError, Tokenizer
 
+MOST_FILES = 10_000  # whose numbers of documents a corpus has
+
 
 def join(
     folder: pathlib.Path,
@@ -30,7 +32,7 @@ def join(
     types = {"tokens": dtype} | ({"mask": np.dtype(np.uint8)} if data.loss_mask else {})
     skipped, tokens, count = Skipped(), 0, 0
     left_out: collections.Counter[str] = collections.Counter()
-    by_file: collections.Counter[int] = collections.Counter()  # kept documents
+    by_file: collections.Counter[str] = collections.Counter()  # documents
     with contextlib.closing(CorpusWriter(folder)) as writer:
         writer.append("documents", np.zeros(1, "<i8"))
         for one, kept in zip(stored, documents_kept(stored, data, left_out), strict=True):
@@ -45,8 +47,9 @@ def join(
             tokens, count = int(ends[-1]) if len(ends) else tokens, count + len(ends)
             skipped.append(Skipped(**one.info.get("skipped", {})), one.part.first_file)
             left_out.update(one.info["left_out"])
-            before = np.append(0, np.cumsum(kept))[np.cumsum([0, *one.info["files"]])]
-            by_file.update(dict(enumerate(np.diff(before).tolist(), one.part.first_file)))
+            encoded = one.info["documents_by_file"]
+            before = np.append(0, np.cumsum(kept))[np.cumsum([0, *encoded.values()])]
+            by_file.update(dict(zip(encoded, np.diff(before).tolist(), strict=True)))
         if not count:
             raise _no_documents(stored, data, skipped, left_out["filter"])
         writer.finish(
@@ -57,7 +60,7 @@ def join(
             masked=bool(data.loss_mask),
             text=sum(one.info["text"] for one in stored),
             encoded=sum(one.info["tokens"] for one in stored),
-            files=[by_file[number] for number in range(max(by_file) + 1)],
+            documents_by_file=by_file if len(by_file) <= MOST_FILES else {},
             left_out=left_out,
             **({"skipped": dataclasses.asdict(skipped)} if data.bad_records == "skip" else {}),
         )

@@ -9,8 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
-
 from jaxtrain.config import ConfigError, one_line, own_code
 from jaxtrain.data.reading.records import TextPiece
 
@@ -21,8 +19,7 @@ def kept(pieces: Iterable[TextPiece], setting: str, left_out: Counter[str]) -> I
     """The pieces of the documents that the function keeps; the others are counted as
     left_out["filter"].
 
-    Raises ConfigError, with the file's line, for code that cannot be imported, raises an error or
-    returns another thing than True or False.
+    Raises ConfigError, with the file's line, for code that cannot be imported or raises an error.
     """
     try:
         function = own_code.load(setting)
@@ -45,16 +42,11 @@ def kept(pieces: Iterable[TextPiece], setting: str, left_out: Counter[str]) -> I
 
 
 def _decision(function: Callable[[str], object], text: str, setting: str) -> bool:
-    place = f"for the document that begins with {text[:40]!r}"
     try:
-        keeps = function(text)
+        return bool(function(text))
     except (Exception, SystemExit) as error:
         inside = error.__traceback__ and error.__traceback__.tb_next
         file = inside.tb_frame.f_code.co_filename if inside else setting
         raises = f"{os.path.basename(file)}{own_code.line_in(file, error)} raises {error!r}"
-        rule = f"fails: {one_line(raises)}, {place}"
+        rule = f"fails: {one_line(raises)}, for the document that begins with {text[:40]!r}"
         raise ConfigError("data.filter", setting, rule) from error
-    if not isinstance(keeps, bool | np.bool_):
-        rule = f"returns {keeps!r}, which is neither True nor False, {place}"
-        raise ConfigError("data.filter", setting, rule)
-    return bool(keeps)

@@ -109,7 +109,8 @@ def encode_part(
     left_out: collections.Counter[str] = collections.Counter()
     if data.filter:
         texts = own_filter.kept(texts, data.filter, left_out)
-    by_file = np.zeros(len(part.source.files), int)
+    names = [os.path.relpath(file.path, part.source.root.parent) for file in part.source.files]
+    by_file = collections.Counter(dict.fromkeys(names, 0))  # documents, in the files' order
     tokens = count = text = 0
     with contextlib.closing(CorpusWriter(folder)) as writer:
         if data.duplicates != "keep":
@@ -122,8 +123,7 @@ def encode_part(
             writer.append("documents", (tokens + encoded.ends).astype("<i8"))
             if data.loss_mask:
                 writer.append("mask", encoded.mask)
-            files_of = [piece.file for piece in encoded.pieces if piece.ends]
-            by_file += np.bincount(files_of, minlength=len(by_file))
+            by_file.update(names[piece.file] for piece in encoded.pieces if piece.ends)
             tokens, count = tokens + len(encoded.ids), count + len(encoded.ends)
             text += encoded.text
             shown.update(encoded.size, encoded.text)
@@ -134,7 +134,7 @@ def encode_part(
             documents=count,
             masked=bool(data.loss_mask),
             text=text,
-            files=by_file.tolist(),
+            documents_by_file=by_file,
             left_out=left_out,
             **({"skipped": dataclasses.asdict(skipped)} if skipped else {}),
         )

@@ -1,9 +1,10 @@
 """Sources → a prepared corpus: memory-mapped tokens, an index of documents, a mask and a checksum.
 
 A corpus is prepared once, into a folder of the cache whose name depends on its source's content and
-on settings:
+on settings, and on nothing else: a source or a cache that was moved or touched is not prepared
+again.
 
-    <cache>/<source>-<key>/   corpus.json     sizes, checksums, tokenizer, and the bad records that
+    <cache>/corpus-<key>/     corpus.json     sizes, checksums, tokenizer, and the bad records that
                                               were left out
                               tokens.bin      uint16 or uint32 [tokens], every document ending with
                                               the end-of-document id
@@ -13,17 +14,19 @@ on settings:
                                               only with data.loss_mask
                               tokenizer.json  a copy of the tokenizer's file, if it has one
 
-    <cache>/known/<source>-<key>/at.json      the folder of a source whose files have the paths,
-                                              sizes and times of which this key is a digest
+    <cache>/corpus-<key>.parts/             encoded parts, until they are joined (parts.py)
+    <cache>/known/<source>-<key>/at.json    the key of the content of files that have the paths,
+                                            sizes and times of which this folder's key is a digest
 
 A source is read to know its content if its files are not known. Prepared files that were written or
 copied since are read, too, and compared with the checksums.
 
-Token files are checked and indexed where they lie; compressed ones are decompressed into the
-folder. Everything is streamed: memory does not grow with the corpus. reading/ reads files,
+Texts are encoded part by part, by one process or by shards on several machines, and the parts
+joined. Token files are checked and indexed where they lie; compressed ones are decompressed into
+the folder. Everything is streamed: memory does not grow with the corpus. reading/ reads files,
 token_files.py those that hold tokens, index_tokens.py finds their documents, encode.py encodes
-documents, corpus_writer.py writes the folder, split.py holds documents out, document_packing.py
-cuts sequences, cache.py has the cache's folders. `data` below is the config's group of that name.
+documents, corpus_writer.py writes folders, split.py holds documents out, document_packing.py cuts
+sequences, cache.py has the cache's folders. `data` below is the config's group of that name.
 """
 
 import concurrent.futures

@@ -49,28 +49,19 @@ def read_records(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of an ArrayRecord file. After a damaged one the rest of the file is lost."""
     with plain_file(file.path, scratch) as path:
         records = _records(file.path, path)
-        first = next(records, None)
-        if first is None:
-            return
+        first = next(records, b"")
         kind = kind_of(first)
-        if kind == TEXT:
-            if not all(counts for counts, _ in runs):
-                what = "plain text, which has no fields that data.loss_mask could name"
-                raise BadRecord(f"{file.path}: record 1", what)
-            runs = [(True, ("text",))]
-        sizes: list[int] = []  # of the records since the last document
-
-        def entries() -> Iterator[JsonValue]:
-            for number, record in enumerate(itertools.chain([first], records), 1):
-                sizes.append(len(record))
-                yield _entry(record, kind, f"{file.path}: record {number}")
-
-        def taken() -> int:
-            size = sum(sizes)
-            sizes.clear()
-            return size
-
-        yield from documents_of(entries(), "a record", runs, taken)
+        if kind == TEXT and not all(counts for counts, _ in runs):
+            what = "plain text, which has no fields that data.loss_mask could name"
+            raise BadRecord(f"{file.path}: record 1", what)
+        fields: Runs = [(True, ("text",))] if kind == TEXT else runs
+        entries = (
+            _entry(record, kind, f"{file.path}: record {number}")
+            for number, record in enumerate(itertools.chain([first], records), 1)
+        )
+        # The bytes that records take in the file are not known: all count with the first document.
+        sizes = itertools.chain([file.size], itertools.repeat(0))
+        yield from documents_of(entries, "a record", fields, lambda: next(sizes))
 
 
 def kind_of(record: bytes) -> str:

@@ -9,132 +9,119 @@ documents end.
                      where each begins; int64 [d]: the sequence that each document begins with, then
                      n; with images also int8 [n]: the sequences' modes
 
-Source: _IndexWriter in megatron/core/datasets/indexed_dataset.py.
+Source: _IndexWriter in Megatron-LM (megatron.core.datasets.indexed_dataset).
 """
 
-import dataclasses
 import os
-import pathlib
 import struct
 from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxtrain.config.sources import File
 from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import open_input
 
 MAGIC, HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-BLOCK = 1 << 20  # entries examined at a time
+BLOCK = 1 << 20  # entries read at a time
 MISMATCH = "one of the two files is damaged or cut short, or the index of another one"
 
 
-@dataclasses.dataclass(frozen=True)
-class MegatronIndex:
-    """An index; its arrays, whose sizes are checked, are memory-mapped.
+class Header(NamedTuple):
+    """dtype: that of the ids, little-endian. sequences, bounds: n and d."""
 
-    tokens: the path of the .bin, and size: its bytes.
-    dtype: the type of its ids, little-endian.
-    lengths, pointers: [sequences] tokens of each, and the byte where it begins.
-    bounds: [documents + 1] the sequence that each document begins with, then their number.
-    """
-
-    path: str
-    tokens: str
-    size: int
     dtype: np.dtype
-    lengths: np.ndarray
-    pointers: np.ndarray
-    bounds: np.ndarray
-
-    def document_ends(self) -> Iterator[np.ndarray]:
-        """The places after the documents' last tokens, ascending, in arrays of int64.
-
-        Raises FileError if the sequences are not one after the other, end elsewhere than the .bin,
-        or the documents are not made of them.
-        """
-        count, size = len(self.lengths), self.size
-        end = 0  # the byte after the sequences examined so far
-        for first in range(0, count, BLOCK):
-            sizes = self.lengths[first : first + BLOCK].astype(np.int64) * self.dtype.itemsize
-            ends = end + np.cumsum(sizes)
-            begins = self.pointers[first : first + BLOCK]
-            bad = np.flatnonzero((sizes < 0) | (begins != ends - sizes) | (ends > size))
-            if len(bad):
-                i = int(bad[0])
-                raise FileError(
-                    f"{self.path}: sequence {first + i} has {self.lengths[first + i]:,} tokens "
-                    f"from byte {begins[i]:,} on, and the one before ends at byte "
-                    f"{ends[i] - sizes[i]:,} of the {size:,} of {self.tokens}: {MISMATCH}"
-                )
-            end = int(ends[-1])
-        if end != size:
-            raise FileError(
-                f"{self.path}: sequence {count - 1}, the last one, ends at byte {end:,}, and "
-                f"{self.tokens} has {size:,}: {MISMATCH}"
-            )
-        last = 0
-        for first in range(0, len(self.bounds), BLOCK):
-            bounds = np.array(self.bounds[first : first + BLOCK])
-            bad = np.flatnonzero((np.diff(bounds, prepend=last) < 0) | (bounds > count))
-            if len(bad):
-                raise FileError(
-                    f"{self.path}: document {first + bad[0]} begins with sequence "
-                    f"{bounds[bad[0]]:,}, and must with one of the {count:,} from the one before on"
-                )
-            last = int(bounds[-1])
-            begins = self.pointers[np.minimum(bounds, count - 1)]
-            places = np.where(bounds < count, begins, size) // self.dtype.itemsize
-            yield places[1:] if first == 0 else places
+    sequences: int
+    bounds: int
 
 
 def index_path(tokens: str) -> str:
-    """The path of the index of the Megatron file whose .bin is `tokens`."""
+    """The path of the index beside a .bin."""
     return tokens.removesuffix(".bin") + ".idx"
 
 
-def read_dtype(tokens: str) -> np.dtype:
-    """The little-endian type of the ids of a Megatron file, by its index. Raises FileError for an
-    index of another format, and for ids that are no integers."""
-    return _read_header(index_path(tokens))[0]
-
-
-def _read_header(path: str) -> tuple[np.dtype, int, int]:
-    """The type of the ids, the number of sequences, and that of the bounds of documents."""
-    with open_input(path, ahead=0) as file:
-        header = file.read(HEADER.size)
-    if len(header) < HEADER.size or not header.startswith(MAGIC):
+def read_header(stream: BinaryIO, path: str) -> Header:
+    """The header of the index that lies at a path. Raises FileError for another file, for ids that
+    are no integers, and for arrays that do not fill the file."""
+    head = stream.read(HEADER.size)
+    if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise FileError(
-            f"{path}: not the index of a Megatron token file: it begins with {header[:9]!r}, and "
+            f"{path}: not the index of a Megatron token file: it begins with {head[:9]!r}, and "
             f"must with {MAGIC!r} and {HEADER.size - len(MAGIC)} bytes more"
         )
-    _, version, code, sequences, bounds = HEADER.unpack(header)
+    _, version, code, sequences, bounds = HEADER.unpack(head)
     if version != 1 or code not in DTYPES:
         raise FileError(
             f"{path}: an index of version {version} for ids of type {code}, and is read with "
             f"version 1 and {', '.join(f'{key} ({name})' for key, name in DTYPES.items())}"
         )
-    return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds
-
-
-def read_index(tokens: File, content: pathlib.Path) -> MegatronIndex:
-    """The index of a Megatron file whose .bin is `tokens`; `content` is the index, or a local copy
-    of it. Raises FileError as `read_dtype`, and for arrays that do not fill the file."""
-    path = index_path(tokens.path)
-    dtype, sequences, bounds = _read_header(path)
-    size, needed = os.path.getsize(content), HEADER.size + 12 * sequences + 8 * bounds
+    size, needed = stream.seek(0, os.SEEK_END), HEADER.size + 12 * sequences + 8 * bounds
     what = f"{path}: {size:,} bytes for {sequences:,} sequences and {bounds:,} bounds of documents"
     if sequences and size == needed + sequences:
         raise FileError(f"{what}, with a mode for each sequence: write it without images")
     if size != needed or not sequences or not bounds:
         raise FileError(f"{what}, which take {needed:,}: it is cut short or damaged")
-    lengths = np.memmap(content, "<i4", "r", HEADER.size, (sequences,))
-    pointers = np.memmap(content, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
-    starts = np.memmap(content, "<i8", "r", HEADER.size + 12 * sequences, (bounds,))
-    if starts[0] != 0 or starts[-1] != sequences:
-        raise FileError(
-            f"{path}: its documents go from sequence {starts[0]:,} to {starts[-1]:,}, and must "
-            f"from 0 to {sequences:,}: it is damaged"
-        )
-    return MegatronIndex(path, tokens.path, tokens.size, dtype, lengths, pointers, starts)
+    return Header(np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds)
+
+
+def document_ends(tokens: str) -> Iterator[np.ndarray]:
+    """The places after the last tokens of the documents of a Megatron file, whose .bin is `tokens`,
+    ascending, in arrays of int64.
+
+    Raises FileError if the sequences are not one after the other, or end elsewhere than the .bin,
+    and if the documents are not made of them.
+    """
+    path = index_path(tokens)
+    with open_input(tokens, ahead=0) as stream:
+        size = stream.seek(0, os.SEEK_END)
+    with open_input(path, ahead=0) as stream:
+        dtype, count, bounds_count = read_header(stream, path)
+
+        def read(start: int, kind: str, first: int, most: int) -> np.ndarray:
+            """Up to BLOCK of the entries [first, most) of the array that begins at byte `start`."""
+            width = np.dtype(kind).itemsize
+            stream.seek(start + first * width)
+            content = stream.read(min(BLOCK, most - first) * width)
+            return np.frombuffer(content, kind).astype(np.int64)
+
+        lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * count
+        end = 0  # the byte after the sequences examined so far
+        for first in range(0, count, BLOCK):
+            lengths = read(lengths_at, "<i4", first, count)
+            begins = read(pointers_at, "<i8", first, count)
+            ends = end + np.cumsum(lengths * dtype.itemsize)
+            expected = np.append(end, ends[:-1])
+            bad = np.flatnonzero((lengths < 0) | (begins != expected) | (ends > size))
+            if len(bad):
+                i = int(bad[0])
+                raise FileError(
+                    f"{path}: sequence {first + i} has {lengths[i]:,} tokens from byte "
+                    f"{begins[i]:,} on, and the one before ends at byte {expected[i]:,} of the "
+                    f"{size:,} of {tokens}: {MISMATCH}"
+                )
+            end = int(ends[-1])
+        if end != size:
+            raise FileError(
+                f"{path}: sequence {count - 1}, the last one, ends at byte {end:,}, and {tokens} "
+                f"has {size:,}: {MISMATCH}"
+            )
+        last = 0
+        for first in range(0, bounds_count, BLOCK):
+            bounds = read(pointers_at + 8 * count, "<i8", first, bounds_count)
+            is_bad = (bounds < np.append(last, bounds[:-1])) | (bounds > count)
+            is_bad[0] |= first == 0 and bounds[0] != 0
+            is_bad[-1] |= first + len(bounds) == bounds_count and bounds[-1] != count
+            if is_bad.any():
+                i = int(np.argmax(is_bad))
+                raise FileError(
+                    f"{path}: document {first + i} begins with sequence {bounds[i]:,}, and must "
+                    f"follow the one before: documents go from sequence 0 to {count:,}, the end"
+                )
+            last = int(bounds[-1])
+            places = np.full(len(bounds), size)
+            for block in range(int(bounds[0]), min(last + 1, count), BLOCK):
+                begins = read(pointers_at, "<i8", block, count)
+                inside = slice(*np.searchsorted(bounds, [block, block + len(begins)]))
+                places[inside] = begins[bounds[inside] - block]
+            yield places[first == 0 :] // dtype.itemsize

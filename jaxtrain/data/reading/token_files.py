@@ -14,7 +14,7 @@ from jaxtrain.config.sources import File, Source
 from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import is_compressed, open_input
 from jaxtrain.data.reading.joined import Joined, Sliced
-from jaxtrain.data.reading.megatron_index import read_dtype
+from jaxtrain.data.reading.megatron_index import index_path, read_header
 from jaxtrain.data.stores.ranges import StoreArray, stored_array
 from jaxtrain.data.tokenizer import NoTokenizer, Tokenizer
 
@@ -115,7 +115,9 @@ def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memm
         return ids
     size = file.size if path == file.path else os.path.getsize(path)
     if file.format == "megatron":
-        dtype = read_dtype(file.path)
+        index = index_path(file.path)
+        with open_input(index, ahead=0) as stream:
+            dtype = read_header(stream, index).dtype
         whose = f"{dtype.name}, the type in its index"
     else:
         dtype = token_dtype_of(raw_dtype or data.token_dtype)
