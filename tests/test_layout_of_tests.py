@@ -64,6 +64,7 @@ GROUPED = {
     "data/reading/joined.py": "data/test_token_files.py",
     "data/reading/megatron_index.py": "data/test_token_files.py",
     "data/preparing/index_tokens.py": "data/test_token_files.py",
+    "data/preparing/adopt.py": "data/test_stores.py",
     "devices/cluster_environment.py": "devices/test_cluster.py",
     "devices/startup.py": "test_cli.py",
     "hf/entries.py": "hf/test_model_config.py",

@@ -73,9 +73,9 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
     and if the documents are not made of them.
     """
     path = index_path(tokens)
-    with open_input(tokens) as stream:
+    with open_input(tokens, ahead=0) as stream:
         size = stream.seek(0, os.SEEK_END)
-    with open_input(path) as stream:
+    with open_input(path, ahead=0) as stream:
         dtype, count, bounds_count = read_header(stream, path)
 
         def read(start: int, kind: str, first: int, most: int) -> np.ndarray:
