@@ -208,7 +208,7 @@ def _refusal(named: Repository, error: BaseException) -> HubError:
     import httpx2
     from huggingface_hub import constants, errors
 
-    hub, words = constants.ENDPOINT, cut(one_line(str(error)))
+    hub, text = constants.ENDPOINT, f"{named.setting}={shown(named.text)}"
     rules: dict[type, str] = {
         errors.GatedRepoError: f"is gated: accept its conditions at {named.uri.to_url(hub)}, and "
         "set HF_TOKEN",
@@ -218,17 +218,16 @@ def _refusal(named: Repository, error: BaseException) -> HubError:
         "private one, for which HF_TOKEN has to be set",
         errors.OfflineModeIsEnabled: f"is not, or not completely, in {constants.HF_HUB_CACHE}, and "
         "HF_HUB_OFFLINE is set",
-        BaseException: f"cannot be read from {hub} ({words})",
     }
-    rule = next(rule for kind, rule in rules.items() if isinstance(error, kind))
+    for kind, rule in rules.items():
+        if isinstance(error, kind):
+            return HubError(f"{text} {rule}")
+    text += f" cannot be read from {hub} ({cut(one_line(str(error)))})"
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    if status in (401, 403) and rule.endswith(")"):
-        rule += ": set HF_TOKEN to one that may read it"
-    passes = (
-        status in (408, 429)
-        or status >= 500
-        or isinstance(error, httpx2.TransportError | HubAwayError)
-        or getattr(error, "errno", None) in files.TRANSIENT
-        or type(error) is OSError  # a file that is shorter than it should be
-    )
-    return (HubAwayError if passes else HubError)(f"{named.setting}={shown(named.text)} {rule}")
+    if status in (401, 403):
+        text += ": set HF_TOKEN to one that may read it"
+    passing = (httpx2.TransportError, HubAwayError, ConnectionError, TimeoutError, RuntimeError)
+    passes = isinstance(error, passing) or status in (408, 429) or status >= 500
+    passes |= getattr(error, "errno", None) in files.TRANSIENT
+    passes |= type(error) is OSError  # a file that is shorter than it should be
+    return (HubAwayError if passes else HubError)(text)

@@ -106,19 +106,18 @@ def test_files_of_a_commit(programs, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"train": {"init_from": at}}))
     hub.requests.clear()
-    answers = programs.read(at, "org/name", "org/name@main")
-    assert [text for text, *_ in answers] == [at] * 3 and not hub.requests
-    assert answers[1][2] == f"train.init_from=org/name is {at}, as in run/config.json"
+    stays = f"train.init_from=org/name is {at}, as in run/config.json"
+    cached = [[at, [*FILES], ""], [at, [*FILES], stays]]
+    assert programs.read(at, "org/name") == cached and not hub.requests
     offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    assert programs.read(at, "org/name", **offline) == [[at, [*FILES], ""], answers[1]]
-    status, text = programs.read(f"org/name@{second}", workdir="", **offline)[0]
-    cache = tmp_path / "home" / "hub"
-    rule = f"is not, or not completely, in {cache}, and HF_HUB_OFFLINE is set"
-    assert status == ExitStatus.BAD_CONFIG
-    assert text == f"train.init_from='org/name@{second}' {rule}" and programs.err == ""
+    *answers, (status, text) = programs.read(at, "org/name", f"org/name@{second}", **offline)
+    assert answers == cached and status == ExitStatus.BAD_CONFIG and programs.err == ""
+    rule = f"is not, or not completely, in {tmp_path / 'home' / 'hub'}, and HF_HUB_OFFLINE is set"
+    assert text == f"train.init_from='org/name@{second}' {rule}"
     assert programs.read("org/name", workdir="")[0][0] == f"org/name@{second}"
 
 
+@pytest.mark.full
 def test_refusals(programs, tmp_path):
     """A line for each that says what to do; nothing is waited for."""
     hub = programs.hub
