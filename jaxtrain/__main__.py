@@ -15,6 +15,7 @@ from jaxtrain.run import streams
 
 COMMANDS = {
     "train": "train what a recipe describes, or continue it",
+    "data": "corpora prepared before a run, and training sequences shown as the model sees them",
     "plan": "what a run needs, how fast it is and how to lay it out, before anyone pays",
     "generate": "text from a checkpoint",
     "schedule": "a pipeline schedule as a picture and in figures",

@@ -95,6 +95,7 @@ def parse(
     extra_flags: Sequence[Flag] = (),
     recipe: Config | None = None,
     check: Callable[[types.SimpleNamespace, Config], object] = lambda namespace, config: None,
+    uses_devices: bool = True,
 ) -> tuple[Config, types.SimpleNamespace]:
     """Returns (the checked config; the values of the other flags as a namespace) for
     a command that takes a recipe.
@@ -102,6 +103,7 @@ def parse(
     argv: the arguments without the program's name
     recipe: the config to override, instead of the one that --config names
     check: raises UsageError for flags that do not fit each other
+    uses_devices: the config must fit the devices of this machine
 
     The namespace's `config` is the recipe's path, `recipe` its config before the flags (of a
     published model where the run starts from one), `workdir` is filled in, and `notes` are lines
@@ -124,7 +126,10 @@ def parse(
             if PLACEHOLDER.search(text := cfg.value_text(cfg.get(config, path)))
         ]:
             raise unfilled(named)
-        refused = _refusal(namespace, config, before)
+        if uses_devices:
+            refused = _refusal(namespace, config, before)
+        else:
+            refused = checks.error_of(config, checks.Environment(recipe=before))
         if not (refused and refused.nearest):
             check(namespace, config)  # also beside an error that no flag mends
         if refused:

@@ -292,12 +292,12 @@ def test_help_names_the_commands(capsys, argv):
         (["version"], "'version' is an unknown command: use jaxtrain --version"),
         (
             ["xyz"],
-            "'xyz' is an unknown command: use jaxtrain train, plan, generate, schedule, "
+            "'xyz' is an unknown command: use jaxtrain train, data, plan, generate, schedule, "
             "checkpoint, convert, launch",
         ),
         (
             [""],
-            "'' is an unknown command: use jaxtrain train, plan, generate, schedule, "
+            "'' is an unknown command: use jaxtrain train, data, plan, generate, schedule, "
             "checkpoint, convert, launch",
         ),
         (

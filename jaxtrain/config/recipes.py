@@ -216,10 +216,13 @@ def _with_code_beside(folder: pathlib.Path, config: Config) -> Config:
         is_there = source.endswith(".py") and not os.path.isfile(source) and beside.is_file()
         return f"{beside}:{name}" if is_there else text
 
-    def entry(text: str) -> str:  # of model.kinds
+    def entry(text: str) -> str:  # NAME=VALUE
         setting, equals, value = text.partition("=")
         return setting + equals + full_path(value)
 
-    names = ("model.block", "model.mixer", "train.loss", "optimizer.name")
+    names = ("model.block", "model.mixer", "train.loss", "optimizer.name", "data.filter")
     changes: dict[str, Any] = {path: full_path(get(config, path)) for path in names}
-    return replace(config, changes | {"model.kinds": tuple(map(entry, config.model.kinds))})
+    for path in ("model.kinds", "data.sources", "data.validation"):
+        if isinstance(entries := get(config, path), tuple):
+            changes[path] = tuple(map(entry, entries))
+    return replace(config, changes)

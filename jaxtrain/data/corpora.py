@@ -1,9 +1,10 @@
 """The corpora of a run: those of its mixture's sources, and the sets that it is evaluated on."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.config import ConfigError
@@ -86,12 +87,21 @@ def prepare_all(data: Any, vocab_size: int, progress: bool = True) -> Corpora:
 
 
 def _prepare(source: MixtureSource, vocab_size: int, progress: bool) -> Corpus:
-    """The corpus of a source. Errors name the source's setting."""
-    try:
+    with errors_of(source):
         return prepare(source.data, vocab_size, progress)
+
+
+@contextlib.contextmanager
+def errors_of(source: MixtureSource) -> Iterator[None]:
+    """A context in which errors of a source's preparation name the settings of that source."""
+    try:
+        yield
     except ConfigError as error:
+        field, name = error.field, error.field.removeprefix("data.")
+        if name == "source" or source.name:
+            field = source.setting if name == "source" else f"{source.setting}.{name}"
         nearest = error.nearest.replace("config.data.source=", f"config.{source.setting}=")
-        raise ConfigError(source.setting, error.value, error.rule, nearest) from error
+        raise ConfigError(field, error.value, error.rule, nearest) from error
     except DataError as error:
         if not source.name or f"{error}".startswith(source.setting):
             raise

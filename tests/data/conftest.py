@@ -32,6 +32,8 @@ def config(tmp_path):
             "text_fields": ("text",),
             "validation_fraction": 0.1,
             "bad_records": "stop",
+            "filter": "",
+            "duplicates": "keep",
             "token_dtype": "uint16",
             "cache": str(tmp_path / "cache"),
             "prefetch": 2,

@@ -349,7 +349,7 @@ def test_what_was_prepared_before_still_counts(config, write):
     info = json.loads((corpus.folder / "corpus.json").read_text())
     assert info.keys() == {
         *("dtype", "tokens", "documents", "masked", "checksum", "tokenizer"),
-        *("of", "parts", "prepared"),
+        *("of", "parts", "prepared", "text", "encoded", "files", "left_out"),
     }
     for format, key in (("text", "1e5387a3c3989869"), ("jsonl", "84293e0dc347b5cc")):
         source = Source("a", path, (File(str(path), format, 7, 1),))
@@ -796,7 +796,8 @@ from jaxtrain.data.preparing import encode, prepare as tokens
 from jaxtrain.data.reading import documents
 config = types.SimpleNamespace(
     source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
-    bad_records="stop", token_dtype="uint16", validation_fraction=0.1,
+    bad_records="stop", token_dtype="uint16", validation_fraction=0.1, filter="",
+    duplicates="keep",
 )
 if sys.argv[3] == "hang":
     encode.TASK, pieces = 1, documents.pieces

@@ -355,6 +355,16 @@ RULES = [
         "train.loss='loss.py' is not FILE.py:NAME or package.module:NAME: use --config.train.loss=",
     ),
     (
+        {"data.filter": "keep.py"},
+        "data.filter='keep.py' is not FILE.py:NAME or package.module:NAME: use "
+        "--config.data.filter=",
+    ),
+    (
+        {"data.sources": ("web=a.txt", "web.filter=f.py")},
+        "data.sources=('web=a.txt', 'web.filter=f.py') has web.filter=f.py, which is not "
+        "FILE.py:NAME or package.module:NAME",
+    ),
+    (
         {"train.loss": "mine:loss", "train.z_loss": 1e-4},
         "train.z_loss=0.0001 is a term of cross-entropy, in whose place is train.loss='mine:loss': "
         "use --config.train.z_loss=0.0",
@@ -1265,6 +1275,14 @@ UNUSED = [
         "train.hash_every=1 has no use with one device, which has the only copy of each parameter",
     ),
     ({"data.bad_records": "skip"}, "data.bad_records=skip has no use with data.source='stdlib'"),
+    (
+        {"data.filter": "mine:keep", "data.source": "ids.bin"},
+        "data.filter=mine:keep has no use with data.source='ids.bin'",
+    ),
+    (
+        {"data.duplicates": "near", "data.source": __file__},
+        f"data.duplicates=near has no use with data.source={__file__!r}, which has no two texts",
+    ),
     (
         {"pipeline.layers_per_op": 2},
         "pipeline.layers_per_op=2 has no use where a chunk has 2 layers at most",

@@ -42,6 +42,7 @@ BESIDE_THE_PROGRAM = (
     "data.packing",
     "data.token_dtype",
     "data.validation_fraction",
+    "data.duplicates",
 )
 
 # Settings → why their effect is not looked at here.
@@ -57,7 +58,7 @@ UNSEEN = {
     "another number of devices": " ".join(p for p in cfg.fields() if p.startswith("mesh.")),
     "the hardware that is planned for": "train.hardware",
     "one value on CPUs": "model.attention_kernel parallel.collective_matmul",
-    "code of one's own": "model.block model.mixer model.block_settings train.loss",
+    "code of one's own": "model.block model.mixer model.block_settings train.loss data.filter",
     "read as text": "parallel.compiler_options pipeline.times pipeline.layer_costs",
 }
 
@@ -145,6 +146,7 @@ TUPLES = {
 def write_corpora(folder: pathlib.Path) -> list[str]:
     """The paths of a file of records, a text and a token file, with more than a batch each."""
     lines = [{"prompt": f"{i}? ", "text": f"number {i * i} of some"} for i in range(400)]
+    lines = [*lines[:20], *lines]  # duplicates
     paths = [folder / name for name in ("a.jsonl", "a.txt", "a.bin")]
     paths[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
     paths[1].write_text("".join(line["text"] + "\n" for line in lines))

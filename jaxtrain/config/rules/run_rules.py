@@ -19,7 +19,7 @@ from jaxtrain.config import (
     own_code,
     sources,
 )
-from jaxtrain.config.groups.mixture_settings import is_evaluated
+from jaxtrain.config.groups.mixture_settings import is_evaluated, parse_source_entry
 from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.config.own_code import OwnCodeError
@@ -29,17 +29,24 @@ from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
 
 
-def own_code_exists(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
-    """The optimizer's record, which later rules read, and the file of a loss."""
+def own_code_exists(
+    train: TrainConfig, optimizer: OptimizerConfig, data: DataConfig
+) -> Iterator[Violation]:
+    """The optimizer's record, which later rules read, and the files of a loss and of filters."""
     try:
         record_of(optimizer.name)
     except OwnCodeError as error:
         yield Violation("optimizer.name", str(error), values_for("optimizer.name", OPTIMIZERS))
-    try:
-        if train.loss:
-            own_code.digest(train.loss)
-    except OwnCodeError as error:
-        yield Violation("train.loss", str(error), [{"train.loss": ""}])
+    files = [("train.loss", train.loss, ""), ("data.filter", data.filter, "")]
+    for path, items in (("data.sources", data.sources), ("data.validation", data.validation)):
+        filters = (one for one in map(parse_source_entry, items) if one and one.setting == "filter")
+        files += [(path, one.text, f"has {one.name}.filter={one.text}, which ") for one in filters]
+    for path, text, where in files:
+        try:
+            if text:
+                own_code.digest(text)
+        except OwnCodeError as error:
+            yield Violation(path, f"{where}{error}", [] if where else [{path: ""}])
 
 
 def own_loss_fits(

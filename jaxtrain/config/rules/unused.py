@@ -7,6 +7,7 @@ error of a rule (all_rules.py). Standard library only.
 
 import dataclasses
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -292,6 +293,16 @@ USES = (
         ["data.bad_records"],
         lambda c: c.data.source != sources.STDLIB,
         lambda c: f"with data.source={c.data.source!r}",
+    ),
+    Use(
+        ["data.filter"],
+        lambda c: not sources.holds_tokens(c.data.source),
+        lambda c: f"with data.source={c.data.source!r}",
+    ),
+    Use(
+        ["data.duplicates"],
+        lambda c: sources.may_have_fields(c.data.source) or not os.path.isfile(c.data.source),
+        lambda c: f"with data.source={c.data.source!r}, which has no two texts",
     ),
     Use(
         ["data.token_dtype"],

@@ -1,5 +1,6 @@
 """Encoded parts → the files of a prepared corpus, copied as streams."""
 
+import collections
 import contextlib
 import dataclasses
 import pathlib
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.corpus import CHUNK
+from jaxtrain.data.preparing import duplicates
 from jaxtrain.data.preparing.corpus_writer import CorpusWriter
 from jaxtrain.data.preparing.parts import StoredPart, dtype_of
 from jaxtrain.data.reading.bad_records import Skipped
@@ -23,9 +25,11 @@ def join(
     dtype = dtype_of(tokenizer)
     types = {"tokens": dtype} | ({"mask": np.dtype(np.uint8)} if data.loss_mask else {})
     skipped, tokens, count = Skipped(), 0, 0
+    left_out: collections.Counter[str] = collections.Counter()
+    by_file: collections.Counter[int] = collections.Counter()  # kept documents
     with contextlib.closing(CorpusWriter(folder)) as writer:
         writer.append("documents", np.zeros(1, "<i8"))
-        for one, kept in zip(stored, documents_kept(stored, data), strict=True):
+        for one, kept in zip(stored, documents_kept(stored, data, left_out), strict=True):
             places = np.fromfile(one.folder / "documents.bin", "<i8")
             ends = tokens + np.cumsum(np.diff(places)[kept])
             writer.append("documents", ends.astype("<i8"))
@@ -34,22 +38,38 @@ def join(
                     _copy(writer, name, one.folder / f"{name}.bin", kind, first, last)
             tokens, count = int(ends[-1]) if len(ends) else tokens, count + len(ends)
             skipped.append(Skipped(**one.info.get("skipped", {})), one.part.first_file)
+            left_out.update(one.info["left_out"])
+            before = np.append(0, np.cumsum(kept))[np.cumsum([0, *one.info["files"]])]
+            by_file.update(dict(enumerate(np.diff(before).tolist(), one.part.first_file)))
         if not count:
-            raise _no_documents(stored, data, skipped)
+            raise _no_documents(stored, data, skipped, left_out["filter"])
         writer.finish(
             tokenizer,
             dtype=dtype.str,
             tokens=tokens,
             documents=count,
             masked=bool(data.loss_mask),
+            text=sum(one.info["text"] for one in stored),
+            encoded=sum(one.info["tokens"] for one in stored),
+            files=[by_file[number] for number in range(max(by_file) + 1)],
+            left_out=left_out,
             **({"skipped": dataclasses.asdict(skipped)} if data.bad_records == "skip" else {}),
         )
     return tokens, count
 
 
-def documents_kept(stored: Sequence[StoredPart], data: Any) -> list[np.ndarray]:
-    """For each part bool [documents]: True for those that the corpus has."""
-    return [np.ones(one.info["documents"], bool) for one in stored]
+def documents_kept(
+    stored: Sequence[StoredPart], data: Any, left_out: collections.Counter[str]
+) -> list[np.ndarray]:
+    """For each part bool [documents]: True for those that the corpus has. Counts duplicates."""
+    counts = [one.info["documents"] for one in stored]
+    if data.duplicates == "keep":
+        return [np.ones(count, bool) for count in counts]
+    files = [one.folder / "keys.bin" for one in stored]
+    exact, near = duplicates.repeated(files, duplicates.KEYS[data.duplicates]).T
+    left_out["exact"] += int(exact.sum())
+    left_out["near"] += int((near & ~exact).sum())
+    return np.split(~(exact | near), np.cumsum(counts)[:-1])
 
 
 def _ranges(places: np.ndarray, kept: np.ndarray) -> list[tuple[int, int]]:
@@ -68,10 +88,14 @@ def _copy(
             writer.append(name, np.fromfile(stream, kind, min(CHUNK, last - begin)))
 
 
-def _no_documents(stored: Sequence[StoredPart], data: Any, skipped: Skipped) -> DataError:
-    """The error for a source none of whose documents has a text."""
+def _no_documents(
+    stored: Sequence[StoredPart], data: Any, skipped: Skipped, filtered: int
+) -> DataError:
+    """The error for a source none of whose documents has a text, or is kept."""
     why = "all of its text is empty"
-    if skipped.count:
+    if filtered:
+        why = f"data.filter={data.filter} leaves out all {filtered:,}"
+    elif skipped.count:
         why = f"{skipped.count:,} bad records were left out, first {skipped.places[0]}"
     use = f": use {skipped.settings}" if skipped.settings else ""
     path = stored[0].part.source.files[0].path

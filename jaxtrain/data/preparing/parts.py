@@ -11,11 +11,13 @@ take parts of one source, and the joined bytes are always the same.
 
 A part's folder has the files of a prepared corpus. Documents pass through here in this order:
 
-    files ──► pieces of documents ──► ids ──► the part's files
+    files ──► pieces of documents ──► own_filter.py ──► duplicates.py ──► ids ──► the part's files
 """
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.sources import Source
+from jaxtrain.data.preparing import duplicates, own_filter
 from jaxtrain.data.preparing.corpus_writer import INFO, CorpusWriter, ReadingProgress
 from jaxtrain.data.preparing.encode import encode
 from jaxtrain.data.reading import documents
@@ -98,8 +101,15 @@ def encode_part(
     texts = documents.pieces(
         part.source, tuple(data.text_fields), tuple(data.loss_mask), folder, skipped, any_read
     )
-    tokens = count = 0
+    left_out: collections.Counter[str] = collections.Counter()
+    if data.filter:
+        texts = own_filter.kept(texts, data.filter, left_out)
+    by_file = np.zeros(len(part.source.files), int)
+    tokens = count = text = 0
     with contextlib.closing(CorpusWriter(folder)) as writer:
+        if data.duplicates != "keep":
+            store = functools.partial(writer.append, "keys")
+            texts = duplicates.with_keys(texts, data.duplicates, store)
         writer.append("documents", np.zeros(1, "<i8"))
         writer.append("tokens", np.zeros(0, dtype))
         for encoded in encode(texts, tokenizer, dtype):
@@ -107,7 +117,10 @@ def encode_part(
             writer.append("documents", (tokens + encoded.ends).astype("<i8"))
             if data.loss_mask:
                 writer.append("mask", encoded.mask)
+            files_of = [piece.file for piece in encoded.pieces if piece.ends]
+            by_file += np.bincount(files_of, minlength=len(by_file))
             tokens, count = tokens + len(encoded.ids), count + len(encoded.ends)
+            text += encoded.text
             shown.update(encoded.size, encoded.text)
         writer.finish(
             tokenizer,
@@ -115,6 +128,9 @@ def encode_part(
             tokens=tokens,
             documents=count,
             masked=bool(data.loss_mask),
+            text=text,
+            files=by_file.tolist(),
+            left_out=left_out,
             **({"skipped": dataclasses.asdict(skipped)} if skipped else {}),
         )
 

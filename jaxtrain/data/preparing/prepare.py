@@ -42,9 +42,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ConfigError, sources
+from jaxtrain.config import ConfigError, own_code, sources
 from jaxtrain.data.corpus import CHUNK, Corpus
-from jaxtrain.data.preparing import cache
+from jaxtrain.data.preparing import cache, duplicates
 from jaxtrain.data.preparing.corpus_writer import (
     INFO,
     ReadingProgress,
@@ -369,6 +369,10 @@ def _key(
     raw = [token_dtype_of(data.token_dtype).str] if source.files[0].format == "bin" else []
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
     skip = ["skip"] if data.bad_records == "skip" and not source.holds_tokens else []
+    if data.filter and not source.holds_tokens:  # a module counts by its name
+        skip += [own_code.digest(data.filter) or data.filter, own_code.parts(data.filter)[1]]
+    if data.duplicates != "keep" and not source.holds_tokens:
+        skip += [data.duplicates, str(duplicates.KEYS[data.duplicates])]
     digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw, *skip]).encode())
     with concurrent.futures.ThreadPoolExecutor(cores()) as threads:
         for known in threads.map(known_by, source.files):

@@ -49,6 +49,7 @@ class TextPiece(NamedTuple):
     ends: True if the document ends here.
     size: bytes of the file that were read for it.
     goes_on: True if its text goes on in the next piece, with which it is encoded as one.
+    file: the number of its file among those of the source.
     """
 
     text: str
@@ -56,6 +57,7 @@ class TextPiece(NamedTuple):
     ends: bool
     size: int
     goes_on: bool = False
+    file: int = 0
 
 
 TextPieces = Iterator[TextPiece | BadRecord]
