@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support import ROOT
 from support.hub_server import TOKEN, HubServer
@@ -43,10 +45,10 @@ class Programs:
         self.hub, self.environment = hub, hub.environment(home) | {"PYTHONPATH": str(ROOT)}
         self.folder = home.parent
 
-    def start(self, **environment: str) -> subprocess.Popen:
+    def start(self, code: str = PROGRAM, **environment: str) -> subprocess.Popen:
         clean = {name: text for name, text in os.environ.items() if not name.startswith("HF_")}
         return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", code],
             env=clean | self.environment | environment,
             cwd=self.folder,
             stdin=subprocess.PIPE,
@@ -237,3 +239,76 @@ def test_a_killed_download_is_not_used(programs, tmp_path):
     assert status == ExitStatus.BAD_CONFIG and "not completely" in text
     programs.hub.cut = 0
     assert programs.read("org/name")[0][1] == [*FILES]
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+# For each line of standard input, [source, cache]: a line with the source at its commit, the
+# corpus's checksum and its documents; or with status and text of the error.
+PREPARE = """
+import json, sys
+from jaxtrain.config import Config, DataConfig
+from jaxtrain.data import hub
+from jaxtrain.data.preparing.prepare import prepare
+from jaxtrain.run.exit_status import RunError
+for source, cache in map(json.loads, sys.stdin):
+    data = DataConfig(source=source, tokenizer="bytes", cache=cache)
+    try:
+        data = hub.with_commits(Config(data=data), "").data
+        corpus = prepare(data, 257, progress=False)
+        answer = [data.source, corpus.checksum, len(corpus.documents) - 1]
+    except (RunError, ValueError) as error:
+        answer = [int(getattr(error, "status", 2)), str(error)]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def dataset(programs, tmp_path) -> pathlib.Path:
+    """A folder with Parquet files, of which a tenth is text, and others; published."""
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    for name in ("a", "b"):
+        texts = [f"{name} {number} " + "text " * 20 for number in range(2000)]
+        table = {"text": texts, "image": [os.urandom(1000) for _ in texts]}
+        pq.write_table(pa.table(table), folder / "data" / f"{name}.parquet", row_group_size=500)
+    (folder / "data" / "c.jsonl").write_text('{"text": "no"}\n')
+    (folder / "README.md").write_text("a set")
+    programs.hub.publish("datasets/org/set", folder)
+    return folder
+
+
+def prepared(programs: Programs, *lines: tuple[object, object], **environment: str) -> list:
+    """What one program says about some pairs of source and cache."""
+    program = programs.start(PREPARE, **environment)
+    words = [json.dumps([str(source), str(cache)]) for source, cache in lines]
+    out, programs.err = program.communicate("\n".join(words), timeout=120)
+    assert program.returncode == 0, programs.err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_a_source_of_the_hub(programs, dataset, tmp_path):
+    """The corpus of the same files on the disk; columns that no field is in are not read. Files
+    that another commit has, too, are not read again; without the hub the listing is the cache's."""
+    hub, source = programs.hub, "hf://datasets/org/set/data/*.parquet"
+    hub.requests.clear()
+    hub.sent = 0
+    local, of_hub = prepared(
+        programs, (dataset / "data" / "*.parquet", tmp_path / "1"), (source, tmp_path / "2")
+    )
+    commit = hub.repos["datasets/org/set"].revisions["main"]
+    assert of_hub == [source.replace("/set/", f"/set@{commit}/"), *local[1:]]
+    assert of_hub[2] == 4000 and hub.files() == {"data/a.parquet", "data/b.parquet"}
+    assert hub.sent < 0.3 * sum(path.stat().st_size for path in dataset.rglob("*.parquet"))
+    (dataset / "README.md").write_text("the same set")
+    hub.publish("datasets/org/set", dataset)
+    hub.requests.clear()
+    again, before, missing = prepared(
+        programs,
+        *((source, tmp_path / "2"), (of_hub[0], tmp_path / "2")),
+        ("hf://datasets/org/set/*.txt", tmp_path / "2"),
+    )
+    assert again[1:] == of_hub[1:] and before == of_hub and not hub.files()
+    assert missing[0] == ExitStatus.BAD_CONFIG and "matches no files" in missing[1]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert prepared(programs, (source, tmp_path / "2"), **offline) == [again]
