@@ -17,41 +17,25 @@ Begin with `folder`, which every path or URL of a user goes through.
 
 import errno
 import functools
-import logging
 import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
-import fsspec
 from etils import epath
 
 from jaxtrain.config import addresses
 from jaxtrain.config.flags import UsageError
+from jaxtrain.data.stores import filesystem
+from jaxtrain.data.stores.filesystem import scheme_of
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import MOST_BYTES, open_regular, read_regular
 
-_PROTOCOLS = {"s3": "s3", "gs": "gcs"}  # as fsspec calls them
 _PLACEHOLDER = "/.object_store/"  # stands for "s3://" while Orbax builds the spec of a local folder
 # Half a minute of failures; a save is tried again beyond that (saving.py).
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
-_TIMEOUTS = {
-    "connect_timeout": 10,
-    "read_timeout": 60,
-    "retries": {"max_attempts": 4, "mode": "standard"},
-}
 _CODE = re.compile(r"[A-Z_]+: ")  # how TensorStore's errors begin
 _OS_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
-_LIBRARIES = (
-    "botocore",
-    "aiobotocore",
-    "aiohttp",
-    "s3fs",
-    "gcsfs",
-    "google",
-    "asyncio",
-    "requests",
-)
 
 
 class AddressError(RunError):
@@ -75,12 +59,6 @@ class AddressError(RunError):
         return str(UsageError(text, {flag: meant[0]} if meant else {}, meant[1:]))
 
 
-def scheme_of(path: str | os.PathLike) -> str:
-    """`gs`, `s3` or another scheme of a URL; "" for a folder of a file system."""
-    scheme, separator, _ = os.fspath(path).partition("://")
-    return scheme if separator else ""
-
-
 def folder(path: str | os.PathLike) -> epath.Path:
     """A folder by its path or URL, ready to be used: files that other processes write to a store
     are seen at once.
@@ -90,16 +68,10 @@ def folder(path: str | os.PathLike) -> epath.Path:
     place = os.fspath(path)
     if wrong := addresses.fault(place) or addresses.missing_package(place):
         raise AddressError(place, wrong)
-    scheme = scheme_of(path)
+    scheme = scheme_of(place)
     if not scheme:
         return epath.Path(path).expanduser()
-    # fsspec would list a folder once and believe that for good, but other processes write there.
-    options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme == "s3":
-        options["config_kwargs"] = _TIMEOUTS
-    fsspec.config.conf.setdefault(_PROTOCOLS[scheme], {}).update(options)
-    # gcsfs logs what it raises, too, with a traceback
-    logging.getLogger(addresses.PACKAGES[scheme]).setLevel(logging.CRITICAL)
+    filesystem.configure(scheme)
     _teach_orbax()
     return epath.Path(path)
 
@@ -110,15 +82,11 @@ def absolute(path: str | os.PathLike) -> epath.Path:
 
 
 def failure(error: Exception) -> str:
-    """The failure of a file system or a store, in words; "" for an error that does not come from
-    them or the libraries that talk to them."""
+    """The failure of a file system or a store, in words, as filesystem.failure, which does not know
+    TensorStore's."""
     if isinstance(error, ValueError) and _CODE.match(str(error)):
         error = as_os_error(error)
-    words = " ".join(str(error).split())[:200] or type(error).__name__
-    if isinstance(error, OSError):
-        return error.strerror or words
-    library = type(error).__module__.partition(".")[0]
-    return words if library in _LIBRARIES else ""
+    return filesystem.failure(error)
 
 
 def move(source: epath.Path, target: epath.Path) -> None:

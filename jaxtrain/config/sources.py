@@ -29,6 +29,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from jaxtrain.config import addresses
 from jaxtrain.config.errors import ConfigError, nearly, suggestion
 
 STDLIB = "stdlib"
@@ -98,16 +99,17 @@ HELP = (
 class File(NamedTuple):
     """A file of a source, or an extent of one (data/reading/extents.py).
 
+    path: an address if it lies in a store
     format: a key of FORMATS
     size: bytes of the whole file
-    modified: nanoseconds since the epoch
+    modified: nanoseconds since the epoch, or in a store the version of its content
     first, last: the extent, in bytes of JSONL or row groups of Parquet; last=0: to the end
     """
 
     path: str
     format: str
     size: int
-    modified: int
+    modified: int | str
     first: int = 0
     last: int = 0
 
@@ -117,7 +119,8 @@ class Source:
     """The files of a `data.source`.
 
     name: the source as messages name it.
-    root: the file or folder that the user named; of a pattern, the folder above it.
+    root: the file or folder that the user named; of a pattern, the folder above it; of an address,
+      its text as a path.
     files: the files in the order of the corpus; empty only if there are unreadable ones.
     pattern: the parts of the pattern below the root; () for everything.
     unreadable: paths below a folder that are no regular files: pipes, sockets, devices, dangling
@@ -135,6 +138,12 @@ class Source:
     linked_folders: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     unlisted: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The root as users write it: an address has two slashes, of which a path keeps one."""
+        text = str(self.root)
+        return text.replace(":/", "://", 1) if addresses.is_address(self.name) else text
 
     @property
     def holds_tokens(self) -> bool:
@@ -160,7 +169,7 @@ class Source:
     def lines(self) -> list[str]:
         """Lines of text that say what a folder or a pattern has brought: files by their endings,
         the names that were passed over, texts beside records, links to folders."""
-        if self.name == STDLIB or not self.root.is_dir():
+        if self.name == STDLIB or self.files[:1] and pathlib.Path(self.files[0].path) == self.root:
             return []
         lines = [
             f"data.source={self.name}: read {_amounts(ending(file.path) for file in self.files)}"
@@ -200,6 +209,8 @@ def formats(name: str) -> set[str]:
     name."""
     if name == STDLIB:
         return {"python"}
+    if addresses.is_address(name):  # a store is not asked yet
+        return {format_of(name)} if ending(name) else {*FORMATS}
     try:
         return {file.format for file in find(name).files}
     except (ConfigError, OSError):
@@ -230,9 +241,20 @@ def ending(name: str) -> str:
 
 def check(name: str) -> None:
     """Raises ConfigError if a source does not exist, or is a pattern that no file matches. Files of
-    a folder are not listed."""
-    if name != STDLIB and _place(name)[1]:
+    a folder are not listed, and those of an address are not looked for."""
+    if addresses.is_address(name):
+        check_address(name)
+    elif name != STDLIB and _place(name)[1]:
         find(name)
+
+
+def check_address(name: str) -> None:
+    """Raises ConfigError for the address of a source in no store that can be used. The store is not
+    asked."""
+    # a bucket itself may be a source
+    if wrong := addresses.fault(f"{name.rstrip('/')}/*") or addresses.missing_package(name):
+        fixes = [{"data.source": place.removesuffix("/*")} for place in wrong.meant]
+        raise ConfigError("data.source", name, wrong.rule, fixes=fixes)
 
 
 def find(name: str) -> Source:
@@ -246,6 +268,36 @@ def find(name: str) -> Source:
         source = Source(name, root, tuple(_stat(path, _format_at(path)) for path in paths))
     else:
         source = _list(name, root, pattern)
+    if problem := _mixed_tokens(source):
+        raise ConfigError("data.source", name, problem)
+    return source
+
+
+def find_among(
+    name: str, root: pathlib.Path, pattern: tuple[str, ...], files: Sequence[File]
+) -> Source:
+    """The source of those files of a store that lie below a root, which may be one of them, and
+    match a pattern. Raises ConfigError as `find`."""
+    below = {file: pathlib.Path(file.path).relative_to(root).parts for file in files}
+    matches = sorted((f for f in files if _matches(below[f], pattern)), key=below.__getitem__)
+    hidden = [file for file in matches if any(map(_is_hidden, below[file]))]
+    indices = {file.path.removesuffix(".idx") for file in files if file.format == "idx"}
+    source = Source(
+        name,
+        root,
+        tuple(
+            file._replace(format="megatron")
+            if file.format == "bin" and file.path.removesuffix(".bin") in indices
+            else file
+            for file in matches
+            if file not in hidden
+        ),
+        pattern,
+        passed_over=tuple(file.path for file in hidden),
+    )
+    if not source.files:
+        others = [file for file in files if file not in matches]
+        raise _no_files(source, [ending(file.path) for file in others], 0)
     if problem := _mixed_tokens(source):
         raise ConfigError("data.source", name, problem)
     return source
@@ -455,7 +507,7 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
     return ConfigError(
         "data.source",
         source.name,
-        f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
+        f"{'matches' if source.pattern else 'holds'} no files; below {source.place} are "
         f"{'; '.join(filter(None, present)) or 'none'}",
     )
 

@@ -11,8 +11,10 @@ Neither knows of meshes, processes or threads: loader.py puts batches onto devic
 import bisect
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxtrain.config.groups.mixture_settings import MixtureSource
 from jaxtrain.config.phases import Span, span_at
@@ -69,6 +71,8 @@ class TrainingBatches:
         # Segments are found when they are needed: each source that leaves takes another table.
         self._found, self._covered = self._find_segments(), 0
         self._lock = threading.Lock()
+        self._numbers = {source.name: k for k, source in enumerate(corpora.sources)}
+        self._requested = [0] * len(corpora.sources)  # the first ordinal that is not read ahead
         self._segment(0)
 
     def draw(self, batch: int, place: int) -> Draw:
@@ -84,6 +88,27 @@ class TrainingBatches:
         k, ordinal = segment.draw(number)
         at = self._orders[k].at(ordinal)
         return Draw(self.corpora.sources[k].name, ordinal, at.epoch, at.sequences, at.number)
+
+    def prefetch(self, draws: Iterable[Draw]) -> None:
+        """Begins to read sequences that lie in a store; then their windows, and the windows after
+        those, if that was not done yet."""
+        for draw in draws:
+            draw.sequences.prefetch(draw.number)
+        for draw in draws:
+            k = self._numbers[draw.source]
+            if draw.ordinal >= self._requested[k] and self.corpora.corpora[k].in_store:
+                self._read_ahead(k, draw.ordinal)
+
+    def _read_ahead(self, k: int, ordinal: int) -> None:
+        """Begins to read the window of an ordinal of source k, and the window after it, as far as
+        they fill a half of the source's share of the cache: more would push out what is needed
+        before."""
+        corpus, data = self.corpora.corpora[k], self.corpora.sources[k].data
+        ranges, self._requested[k] = self._orders[k].window(ordinal)
+        ranges = [*ranges, *self._orders[k].window(self._requested[k])[0]]
+        ends = np.cumsum([last - first for first, last in ranges]) * corpus.tokens.dtype.itemsize
+        room = data.store_cache_gb * 1e9 / 2 / len(self._orders)
+        corpus.prefetch(ranges[: int(np.searchsorted(ends, room))], is_needed=False)
 
     def sequences(self, span: Span) -> Sequences:
         """Some sequences of a span, all of which have arrays of the same types."""
@@ -228,6 +253,11 @@ class HeldOutBatches:
             return None
         number = i * count // evaluated if evaluated < count else i
         return Draw(self._name, i, 0, self._sequences, number)
+
+    def prefetch(self, draws: Iterable[Draw]) -> None:
+        """Begins to read sequences that lie in a store."""
+        for draw in draws:
+            draw.sequences.prefetch(draw.number)
 
     def sequences(self, span: Span) -> Sequences:
         """The sequences of the set."""

@@ -6,13 +6,13 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import numpy as np
 
 from jaxtrain.data.reading.bad_records import Skipped
-from jaxtrain.data.reading.joined import Joined, check_whole
+from jaxtrain.data.reading.joined import Sliced, check_whole, in_store, prefetch
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.run import files
@@ -35,7 +35,7 @@ class Corpus:
     prepared: the time of its preparation, in seconds since the epoch.
     """
 
-    tokens: np.ndarray | Joined
+    tokens: Sliced
     documents: np.ndarray
     mask: np.ndarray | None
     checksum: str
@@ -66,6 +66,18 @@ class Corpus:
             f"corpus: {len(self.tokens):,} tokens, {len(self.documents) - 1:,} documents from "
             f"{self.source}, {len(self.validation):,} tokens held out"
         )
+
+    @property
+    def in_store(self) -> bool:
+        """True if tokens are read from a store."""
+        return in_store(self.tokens)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]], is_needed: bool = True) -> None:
+        """Begins to read ranges of tokens ahead that lie in a store. is_needed: they will be read
+        at once."""
+        for first, last in ranges:
+            prefetch(self.tokens, first, last, is_needed)
+            prefetch(self.mask, first, last, is_needed)
 
     def check_whole(self) -> None:
         """Raises FileError if a mapped file was cut short since it was opened."""

@@ -119,6 +119,11 @@ class Sequences:
             raise IndexError(f"sequence {s} of {len(self)}")
         return self.stream.in_corpus(self.packing.ranges(s))
 
+    def prefetch(self, s: int) -> None:
+        """Begins to read a sequence that lies in a store."""
+        if self._corpus.in_store:
+            self._corpus.prefetch(self.ranges(s))
+
     def empty(self) -> SequenceArrays:
         """A sequence of padding: all weights 0."""
         return self._sequence([])

@@ -121,6 +121,7 @@ class Loader(Generic[Content]):
         span = span_at(self.content.spans, number)
         places, at = self._places(self.shape(span))
         draws = {place: self.content.draw(number, place) for place in places}
+        self.content.prefetch([*filter(None, draws.values())])
         padding = functools.cache(self.content.sequences(span).empty)
         sequences = [draw.arrays() if draw else padding() for draw in draws.values()]
         return draws, {

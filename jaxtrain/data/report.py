@@ -8,9 +8,9 @@ import pathlib
 
 import numpy as np
 
-from jaxtrain.config import sources
 from jaxtrain.data.corpus import CHUNK, Corpus
 from jaxtrain.data.preparing.corpus_writer import INFO
+from jaxtrain.data.stores import listing
 from jaxtrain.run import files, streams
 
 JSON, PICTURE = "report.json", "report.png"
@@ -80,7 +80,7 @@ def _report(corpus: Corpus) -> Report:
         documents += np.bincount(bins, minlength=BINS)
         tokens += np.bincount(bins, lengths, BINS).astype(int)
     longest = int(np.flatnonzero(documents)[-1])
-    source = sources.find(corpus.source)
+    source = listing.find(corpus.source)
     ends = np.cumsum([0, *info.get("files", [count])]).tolist()  # of a file's documents
     places = [int(corpus.documents[end : end + 1][0]) for end in ends]
     names = [os.path.relpath(file.path, source.root.parent) for file in source.files]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxtrain.data.reading.joined import Joined
+from jaxtrain.data.reading.joined import Sliced
 
 CHUNK = 1 << 20  # documents examined at a time
 
@@ -63,12 +63,12 @@ class Stream:
         edges = np.maximum(inside, np.repeat(starts, counts)) - np.repeat(places, counts)
         return np.append(edges, min(documents[last[-1]] - places[-1], ends[-1]))
 
-    def read(self, array: np.ndarray | Joined, begin: int, end: int) -> np.ndarray:
+    def read(self, array: Sliced, begin: int, end: int) -> np.ndarray:
         """Elements [end − begin] of a per-token array of the corpus."""
         return read_ranges(array, [*self.ranges(begin, end)])
 
 
-def read_ranges(array: np.ndarray | Joined, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+def read_ranges(array: Sliced, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
     """The elements [first, last) of an array, range after range: a view of one, or a copy of
     several."""
     parts = [array[first:last] for first, last in ranges]

@@ -53,13 +53,15 @@ class Beat:
 
     step: the last finished one; phase: of the wall clock (wall_clock.Phase);
     own_s: seconds of its steps in which it did not await the devices, since it began;
-    data_wait_s: those of own_s in which it waited for data.
+    data_wait_s: those of own_s in which it waited for data;
+    excused: it waits for a store that does not answer (watchdog.excused).
     """
 
     step: int = 0
     phase: str = ""
     own_s: float = 0.0
     data_wait_s: float = 0.0
+    excused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

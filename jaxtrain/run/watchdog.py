@@ -85,6 +85,10 @@ class Patience:
         """Notes that the process did not run for so long, so that nothing was late."""
         self._since += seconds
 
+    def excused(self, now: float) -> None:
+        """Notes that nothing is late until now."""
+        self._since = now
+
     def waited(self, current: Current, now: float) -> float:
         """Seconds since the last finished step, or since another phase began."""
         before, self._at = self._at, None if current.phase in STEPS else current
@@ -212,6 +216,9 @@ class Watchdog:
         waited, limit = self._patience.waited(current, now), self._patience.limit(current)
         if ending := self._peers.ending or self._after_a_peer(now):
             return ending
+        if any(peer.beat.excused for peer in self._all()):
+            self._patience.excused(now)
+            return None
         if not self._hang_after:
             return None
         silent = self._silent(now)
@@ -290,6 +297,7 @@ class Watchdog:
             self._clock.current.phase.value,
             own_s=round(self._clock.spent(*HOST_STEPS), 4),
             data_wait_s=round(self._clock.spent(Phase.WAITING), 4),
+            excused=bool(_excused),
         )
 
     def _all(self) -> list[Peer]:
@@ -340,6 +348,18 @@ def _names(peers: list[Peer]) -> str:
 
 
 _active: list[Watchdog] = []
+_excused: list[str] = []  # what threads of this process wait for
+
+
+@contextlib.contextmanager
+def excused(why: str) -> Iterator[None]:
+    """A context in which neither this process nor one that waits for it counts as hung: it waits
+    for something that is known to be away."""
+    _excused.append(why)
+    try:
+        yield
+    finally:
+        _excused.remove(why)
 
 
 def wait_for_ending(seconds: float) -> None:

@@ -230,10 +230,11 @@ def test_what_does_not_exist(write):
         ("crwal/*.jsonl", "'crawl/*.jsonl'"),
         ("corpus.jsonl/*", "corpus.jsonl"),
         ("part-2.jsonl", ""),  # another part is no other spelling
-        ("s4://bucket/*.jsonl", ""),
     ):
         use = f": use --config.data.source={use}" if use else ""
         assert refusal(name) == f"data.source={name!r} {neither}{use}"
+    with pytest.raises(ConfigError, match="^data.source='s4://b/x' is in an unknown store"):
+        sources.check("s4://b/x")
 
 
 def test_a_pattern_without_a_match_names_what_is_there(write, tmp_path):

@@ -35,6 +35,7 @@ def config(tmp_path):
             "filter": "",
             "duplicates": "keep",
             "token_dtype": "uint16",
+            "store_cache_gb": 1.0,
             "cache": str(tmp_path / "cache"),
             "prefetch": 2,
         }

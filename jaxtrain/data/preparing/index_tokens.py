@@ -34,8 +34,8 @@ def index_tokens(
     files, count, end = source.token_files, 0, 0
     for file in files:
         if is_compressed(file.path):
-            unpack(file.path, token_path(folder, source, file))
-    tokens = map_source(folder, source, data.token_dtype)
+            unpack(file.path, pathlib.Path(token_path(folder, source, file)))
+    tokens = map_source(folder, source, data)
     with (
         contextlib.closing(CorpusWriter(folder)) as writer,
         contextlib.closing(ReadingProgress(source.root.name, tokens.nbytes, progress)) as shown,
@@ -51,7 +51,8 @@ def index_tokens(
                 bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
                 if len(bad):
                     where = f"{file.path}: token {chunk[bad[0]]} at position {place + bad[0]}"
-                    raise id_beyond_vocabulary(where, ids, file.format == "bin", data, tokenizer)
+                    known = ids if isinstance(ids, np.ndarray) else chunk  # all of a local file
+                    raise id_beyond_vocabulary(where, known, file.format == "bin", data, tokenizer)
                 writer.append("tokens", chunk, store=False)
                 place += len(chunk)
                 if file.format != "megatron":

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.reading.joined import Joined
+from jaxtrain.data.reading.joined import Sliced
 from jaxtrain.data.tokenizer import Tokenizer
 
 SAMPLE = 1 << 20  # numbers examined
@@ -13,7 +13,7 @@ LEAST = 64  # so many do not alternate with zeros by chance
 FEW = 16  # ids of which a small corpus may be made that alternates with zeros
 
 
-def notes(ids: np.ndarray | Joined, documents: int, data: Any, tokenizer: Tokenizer) -> list[str]:
+def notes(ids: Sliced, documents: int, data: Any, tokenizer: Tokenizer) -> list[str]:
     """Notes about ids [n] of so many documents, which a config's `data` group has prepared."""
     lines, end, name = [], tokenizer.end_of_document, f"data.source={data.source}"
     if wider := _wider_type(ids):
@@ -32,7 +32,7 @@ def notes(ids: np.ndarray | Joined, documents: int, data: Any, tokenizer: Tokeni
     return [f"note: {line}" for line in lines]
 
 
-def _wider_type(ids: np.ndarray | Joined) -> str:
+def _wider_type(ids: Sliced) -> str:
     """The integer type of which the numbers [n] seem to be halves or quarters; "" if none."""
     sample = np.array(ids[: min(SAMPLE, len(ids) // 8 * 8)], ids.dtype.newbyteorder("<"))
     size = ids.dtype.itemsize

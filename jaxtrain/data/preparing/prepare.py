@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ConfigError, own_code, sources
+from jaxtrain.config import ConfigError, addresses, own_code, sources
 from jaxtrain.data.corpus import CHUNK, Corpus
 from jaxtrain.data.preparing import cache, duplicates
 from jaxtrain.data.preparing.corpus_writer import (
@@ -59,8 +59,9 @@ from jaxtrain.data.reading.array_records import kinds_line
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.reading.compressed import is_compressed
 from jaxtrain.data.reading.documents import check_files, unreadable_files
-from jaxtrain.data.reading.joined import Joined, parts_of
+from jaxtrain.data.reading.joined import Sliced, parts_of
 from jaxtrain.data.reading.token_files import fitting_dtype, map_source, map_tokens, token_dtype_of
+from jaxtrain.data.stores import listing
 from jaxtrain.data.tokenizer import (
     DataError,
     NoTokenizer,
@@ -153,7 +154,7 @@ class Preparation:
         self._data, self._progress = data, progress
         self._root = cache.folder_of(data.cache)
         self._tokenizer = load_tokenizer(data.tokenizer, vocab_size)
-        self._source = sources.find(data.source)
+        self._source = listing.find(data.source)
         _check(data, self._source, self._tokenizer)
         if progress:
             kinds = kinds_line(self._source.files)
@@ -314,7 +315,7 @@ class Preparation:
 def _has_changed(source: sources.Source) -> bool:
     """True if names, sizes or times of a source's files differ from those in `source`."""
     try:
-        return source != sources.find(source.name)
+        return source != listing.find(source.name)
     except (ConfigError, OSError):
         return True  # the files are gone
 
@@ -342,9 +343,9 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
         )
     file, count = source.files[0], tokenizer.vocab_size
     if file.format == "bin" and data.token_dtype == "uint16" and count > 1 << 16:
-        path, use = pathlib.Path(file.path), "use --config.data.token_dtype=uint32"
+        path, use = file.path, "use --config.data.token_dtype=uint32"
         if not is_compressed(file.path) and not fitting_dtype(
-            map_tokens(file, path, "uint16")[:CHUNK], "uint16", count
+            map_tokens(file, file.path, data)[:CHUNK], "uint16", count
         ):
             use = f"write {path} as uint32, and {use}"
         whose = "model.vocab_size" if isinstance(tokenizer, NoTokenizer) else "data.tokenizer"
@@ -384,13 +385,17 @@ def _key(
 
 def _stamp(file: sources.File) -> list:
     """A file's path, format, size and times, the last of which no program can set: another file of
-    the same size and age that takes its place has another one."""
-    changed = os.stat(file.path).st_ctime_ns
+    the same size and age that takes its place has another one. A store's version of a file is
+    enough."""
+    is_stored = addresses.is_address(file.path)
+    changed = 0 if is_stored else os.stat(file.path).st_ctime_ns
     return [file.path, file.format, file.size, file.modified, changed]
 
 
 def _content(file: sources.File) -> list:
-    """A file's format, and the sha256 of its content, which is read."""
+    """A file's format, and the sha256 of its content, which is read, or a store's version of it."""
+    if addresses.is_address(file.path):
+        return [file.format, file.size, file.modified]
     with open(file.path, "rb") as stream:
         return [file.format, hashlib.file_digest(stream, "sha256").hexdigest()]
 
@@ -416,7 +421,7 @@ def _open(
         if (folder.name, checksum) != (info["of"], info["checksum"]):
             return None
         if source.holds_tokens:
-            ids = map_source(folder, source, data.token_dtype)
+            ids = map_source(folder, source, data)
         else:
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
@@ -457,7 +462,7 @@ def _open(
     )
 
 
-def _digest(array: np.memmap | Joined) -> str:
+def _digest(array: Sliced) -> str:
     """The sha256 of an array of a corpus, as hexadecimal."""
     digest = hashlib.sha256()
     for first in range(0, len(array), CHUNK):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxtrain.config import addresses
 from jaxtrain.config.sources import File
 from jaxtrain.data.reading.bad_records import BadRecord, DamagedFile
 from jaxtrain.data.reading.compressed import is_compressed, plain_file
@@ -83,7 +84,8 @@ def kinds_line(files: Sequence[File]) -> list[str]:
     """A line that says what the records of the first ArrayRecord file among a source's are; [] if
     there is none, or its first record cannot be read, which is said when it is."""
     for file in files:
-        if file.format == "array_record" and not is_compressed(file.path):
+        is_local = not addresses.is_address(file.path)
+        if file.format == "array_record" and is_local and not is_compressed(file.path):
             with contextlib.suppress(BadRecord):
                 for record in _records(file.path, pathlib.Path(file.path)):
                     return [f"{file.path}: its records are {kind_of(record)}"]

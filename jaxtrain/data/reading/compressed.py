@@ -20,8 +20,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from jaxtrain.config import addresses
 from jaxtrain.config.sources import COMPRESSIONS
 from jaxtrain.data.reading.bad_records import DamagedFile
+from jaxtrain.data.stores.ranges import StoreStream
 
 BLOCK = 1 << 20  # bytes read, and at most decompressed, at a time
 MAGIC = {
@@ -46,6 +48,8 @@ TOO_WIDE = "requires too much memory"  # in what zstd says of a window that it d
 def open_input(path: str) -> BinaryIO:
     """A file of a source, open for reading and seeking, without a buffer: all readers but those
     that take a path (`plain_file`) open files here."""
+    if addresses.is_address(path):
+        return StoreStream(path, ahead=2)  # type: ignore[return-value]
     return open(path, "rb", buffering=0)  # type: ignore[return-value]
 
 
@@ -86,8 +90,8 @@ def is_compressed(path: str) -> bool:
 @contextlib.contextmanager
 def plain_file(path: str, scratch: pathlib.Path) -> Iterator[pathlib.Path]:
     """The path of a file's content, for libraries that read by a path: the file itself, or one in
-    the folder `scratch` while the context lasts, if it is compressed."""
-    if not is_compressed(path):
+    the folder `scratch` while the context lasts, if it is compressed or lies in a store."""
+    if not addresses.is_address(path) and not is_compressed(path):
         yield pathlib.Path(path)
         return
     with tempfile.NamedTemporaryFile(dir=scratch) as plain:
@@ -183,7 +187,7 @@ class _Bytes(io.RawIOBase):
                 self._path,
                 f"damaged or cut short: its {self._kind} content ends after "
                 f"{self._delivered:,} bytes of text, "
-                f"at byte {self._file.tell():,} of {os.fstat(self._file.fileno()).st_size:,} "
+                f"at byte {self._file.tell():,} of {self._file.seek(0, os.SEEK_END):,} "
                 f"({reason})",
                 "get the file again",
             ) from error

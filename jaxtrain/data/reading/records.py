@@ -24,12 +24,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jaxtrain.config import suggestion
+from jaxtrain.config import addresses, suggestion
 from jaxtrain.config.sources import File
 from jaxtrain.data.reading.bad_records import SET_FIELDS, BadRecord, DamagedFile
 from jaxtrain.data.reading.compressed import BLOCK, Reader, is_compressed, open_input, plain_file
 from jaxtrain.data.reading.extents import lines_before
 from jaxtrain.data.reading.json_text import BYTE_ORDER_MARK, JsonText, JsonValue, items, values
+from jaxtrain.data.stores.ranges import PART, StoreStream
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 SIMILAR = 0.75  # how alike a misspelt field and the field that is meant are at least
@@ -182,13 +183,17 @@ def _has_records_as_lines(path: str) -> bool:
 def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a Parquet file. A compressed one is decompressed into `scratch` before, since
     its parts are not read in their order."""
+    if addresses.is_address(file.path) and not is_compressed(file.path):
+        with StoreStream(file.path) as stream:
+            yield from _parquet_rows(file, stream, runs)
+        return
     with plain_file(file.path, scratch) as path:
         yield from _parquet_rows(file, path, runs)
 
 
-def _parquet_rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
-    """The records of a Parquet file, which lies at `path`, decompressed. If a page is damaged, the
-    rest of its row group is lost."""
+def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -> TextPieces:
+    """The records of a Parquet file with this content, decompressed. If a page is damaged, the rest
+    of its row group is lost."""
     # Half a second to import, and needed by few: not at the top.
     import pyarrow
     import pyarrow.parquet
@@ -196,9 +201,11 @@ def _parquet_rows(file: File, path: pathlib.Path, runs: Runs) -> TextPieces:
     row = end = 0
     errors = (pyarrow.ArrowException, OSError)
     try:
-        # A buffer: without one pyarrow reads a row group's columns into memory entirely.
+        # A buffer: without one pyarrow reads a row group's columns into memory entirely. In a store
+        # it is the size of a request.
+        size = PART if isinstance(content, StoreStream) else BLOCK
         with pyarrow.parquet.ParquetFile(
-            path, buffer_size=BLOCK, page_checksum_verification=True
+            content, buffer_size=size, page_checksum_verification=True
         ) as parquet:
             count = parquet.metadata.num_rows
             batches = parquet.iter_batches(batch_size=1)

@@ -1,17 +1,20 @@
 """Token files (.bin, .npy, Megatron's .bin with .idx): the tokens of a source as one array, and the
 error for an id that no tokenizer of the run makes, with the setting that reads the file."""
 
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.config import addresses
 from jaxtrain.config.sources import File, Source
 from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import is_compressed, open_input
-from jaxtrain.data.reading.joined import Joined
+from jaxtrain.data.reading.joined import Joined, Sliced
 from jaxtrain.data.reading.megatron_index import read_index
+from jaxtrain.data.stores.ranges import StoreArray, stored_array
 from jaxtrain.data.tokenizer import NoTokenizer, Tokenizer
 
 MOST_IDS = 2**24  # more than any tokenizer has
@@ -61,19 +64,20 @@ def fitting_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
     return ""
 
 
-def token_path(folder: pathlib.Path, source: Source, file: File) -> pathlib.Path:
+def token_path(folder: pathlib.Path, source: Source, file: File) -> str:
     """The place of a token file's tokens: the prepared folder if it was decompressed, or the file
     itself."""
     if is_compressed(file.path):
-        return folder / f"source{source.token_files.index(file) or ''}.{file.format}"
-    return pathlib.Path(file.path)
+        return str(folder / f"source{source.token_files.index(file) or ''}.{file.format}")
+    return file.path
 
 
-def map_source(folder: pathlib.Path, source: Source, token_dtype: str) -> np.memmap | Joined:
-    """The tokens of a source's files, [n], memory-mapped, with those that were decompressed in a
-    prepared folder. Raises FileError if they are of several types, and as map_tokens does."""
+def map_source(folder: pathlib.Path, source: Source, data: Any) -> Sliced:
+    """The tokens of a source's files, [n], memory-mapped or read by ranges, with those that were
+    decompressed in a prepared folder. Raises FileError if they are of several types, and as
+    map_tokens does."""
     files = source.token_files
-    parts = [map_tokens(file, token_path(folder, source, file), token_dtype) for file in files]
+    parts = [map_tokens(file, token_path(folder, source, file), data) for file in files]
     for file, part in zip(files, parts, strict=True):
         if part.dtype != parts[0].dtype:
             raise FileError(
@@ -84,12 +88,19 @@ def map_source(folder: pathlib.Path, source: Source, token_dtype: str) -> np.mem
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-def map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
-    """The tokens of a file, [n], memory-mapped. Raises FileError if its size, shape or type cannot
-    be that of tokens."""
+def map_tokens(file: File, path: str, data: Any) -> np.memmap | StoreArray:
+    """The tokens of a file that lies at a path or address, [n], memory-mapped or read by ranges.
+    Raises FileError if its size, shape or type cannot be that of tokens.
+
+    data: token_dtype, cache and store_cache_gb are used
+    """
     if file.format == "npy":
         try:
-            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+            ids = (
+                _stored_npy(file, data)
+                if addresses.is_address(path)
+                else np.load(pathlib.Path(path), mmap_mode="r", allow_pickle=False)
+            )
         except (ValueError, EOFError) as error:
             raise FileError(
                 f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}"
@@ -100,21 +111,42 @@ def map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
                 "integers of one dimension, at least one"
             )
         return ids
-    size = path.stat().st_size
+    size = file.size if path == file.path else os.path.getsize(path)
     if file.format == "megatron":
         dtype, whose = read_index(file.path).dtype, "its index, "
     else:
-        dtype, whose = token_dtype_of(token_dtype), "data.token_dtype="
+        dtype, whose = token_dtype_of(data.token_dtype), "data.token_dtype="
     if size % dtype.itemsize or not size:
         raise FileError(
             f"{file.path}: {size} bytes are no whole number of tokens of {whose}{dtype.name}"
         )
-    return np.memmap(path, dtype, "r")
+    if addresses.is_address(path):
+        return stored_array(file, data, dtype)
+    return np.memmap(pathlib.Path(path), dtype, "r")
 
 
-def read_tokens(ids: np.memmap, most: int) -> Iterator[np.ndarray]:
-    """The tokens of a mapped file in arrays of up to `most`: read, not mapped, since the process
-    would die if a mapped file were cut short meanwhile. Raises FileError if it was."""
+def _stored_npy(file: File, data: Any) -> StoreArray:
+    """The array of an .npy file in a store. Raises ValueError for another file."""
+    with open_input(file.path) as stream:
+        version = np.lib.format.read_magic(stream)
+        headers = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
+        if version not in headers:
+            raise ValueError(f"version {version} of the format is not known")
+        shape, _, dtype = headers[version](stream)
+        return stored_array(file, data, dtype, stream.tell(), shape)
+
+
+def read_tokens(ids: np.memmap | StoreArray, most: int) -> Iterator[np.ndarray]:
+    """The tokens of a file in arrays of up to `most`: read, not mapped, since the process would die
+    if a mapped file were cut short meanwhile. Raises FileError if it was."""
+    if isinstance(ids, StoreArray):
+        for first in range(0, len(ids), most):
+            ids.prefetch(first + most, first + 2 * most)
+            yield ids[first : first + most]
+        return
     with open_input(str(ids.filename)) as stream:
         stream.seek(ids.offset)
         for first in range(0, len(ids), most):

@@ -1,0 +1,198 @@
+"""Sources in a store: as files of fsspec's memory in place of one, and, against a real
+S3-compatible server behind a proxy that delays and fails, by the full suite."""
+
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import pathlib
+import random
+import threading
+import time
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxtrain.config import ConfigError, addresses
+from jaxtrain.data.preparing.prepare import prepare
+from jaxtrain.data.stores import blocks, filesystem, listing, ranges
+from jaxtrain.data.stores.filesystem import Protocol, StoreAwayError, StoreError
+from jaxtrain.run import watchdog
+
+STORE = "memory://bucket"
+TEXTS = [f"document {n}: {'word ' * (n % 40)}" for n in range(300)]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store in this process's memory. Its requests are counted, and fail while `problem` is
+    set."""
+    monkeypatch.setitem(filesystem.PROTOCOLS, "memory", Protocol("memory"))
+    monkeypatch.setitem(addresses.PACKAGES, "memory", "fsspec")
+    monkeypatch.setattr(filesystem, "WAITS_S", (0.01,))
+    memory = filesystem.filesystem(STORE)
+    memory.store.clear()
+    cat_file, find = memory.cat_file, memory.find
+    memory.problem, memory.asked = None, []
+
+    def asked(function):
+        def ask(path, **options):
+            memory.asked.append((path, options))
+            if memory.problem:
+                raise memory.problem
+            return function(path, **options)
+
+        return ask
+
+    monkeypatch.setattr(memory, "cat_file", asked(cat_file), raising=False)
+    monkeypatch.setattr(memory, "find", asked(find), raising=False)
+    yield memory
+    memory.store.clear()
+
+
+def put(store, name: str, content: bytes | str) -> str:
+    content = content.encode() if isinstance(content, str) else content
+    store.pipe_file(f"{STORE}/{name}", content)
+    return f"{STORE}/{name}"
+
+
+def write_formats(folder: pathlib.Path) -> None:
+    """The texts in each format, half of them in each file."""
+    folder.mkdir()
+    for number, texts in enumerate((TEXTS[:150], TEXTS[150:])):
+        lines = "".join(f"{json.dumps({'text': text, 'n': 1})}\n" for text in texts)
+        (folder / f"{number}.jsonl").write_text(lines)
+        (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        table = pyarrow.table({"text": texts, "other": ["x" * 1000] * 150})
+        pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=50)
+
+
+def test_texts_of_a_store_are_those_of_a_folder(config, store, tmp_path):
+    write_formats(tmp_path / "texts")
+    for path in (tmp_path / "texts").iterdir():
+        put(store, f"texts/{path.name}", path.read_bytes())
+    put(store, "texts/_SUCCESS", "")
+    for pattern in ("*.jsonl", "*.jsonl.gz", "*.parquet", "0.*"):
+        near = prepare(config(source=str(tmp_path / "texts" / pattern)), 257, progress=False)
+        far = prepare(config(source=f"{STORE}/texts/{pattern}"), 257, progress=False)
+        assert far.checksum == near.checksum and len(far.documents) == len(near.documents)
+    count = len(store.asked)
+    again = prepare(config(source=f"{STORE}/texts/*.jsonl"), 257, progress=False)
+    assert len(store.asked) == count + 1 and again.folder.exists()  # listed, and not read again
+
+
+def test_files_of_a_store(store):
+    for name in ("a/x/1.jsonl", "a/2.txt", "a/_SUCCESS", "a/.hidden/3.txt", "b.txt"):
+        put(store, name, name)
+    source = listing.find(f"{STORE}/a/")
+    assert [file.path for file in source.files] == [f"{STORE}/a/2.txt", f"{STORE}/a/x/1.jsonl"]
+    assert [(file.format, file.size) for file in source.files] == [("text", 7), ("jsonl", 11)]
+    assert len(source.passed_over) == 2 and "passed over" in source.lines()[0]
+    assert [file.path for file in listing.find(f"{STORE}/**/*.jsonl").files] == [
+        f"{STORE}/a/x/1.jsonl"
+    ]
+    single = listing.find(f"{STORE}/b.txt")
+    assert [file.path for file in single.files] == [f"{STORE}/b.txt"] and single.lines() == []
+    for name, rule in {
+        f"{STORE}/c": "holds no files",
+        f"{STORE}/*.npy": "matches no files; below memory://bucket are 3 .txt",
+        "s4://bucket/x": "is in an unknown store",
+        "s3:///x": "is not the address of a store",
+        "s3://": "is not the address of a store",
+    }.items():
+        with pytest.raises(ConfigError, match=rule):
+            listing.find(name)
+    store.problem = PermissionError("Access Denied")
+    with pytest.raises(StoreError, match=r"^memory://bucket/a cannot be read \(Access Denied\)$"):
+        listing.find(f"{STORE}/a")
+    store.problem = TimeoutError("no answer")
+    with pytest.raises(StoreAwayError):
+        listing.find(f"{STORE}/a")
+
+
+@pytest.mark.parametrize("form", ["bin", "npy", "bin.gz"])
+def test_token_files_are_read_in_place(config, store, tmp_path, monkeypatch, form):
+    monkeypatch.setattr(ranges, "BLOCK", 1000)
+    monkeypatch.setattr(blocks, "BLOCK", 1000)
+    ids = np.random.default_rng(0).integers(0, 257, 20_000).astype("<u2")
+    buffer = io.BytesIO()
+    np.save(buffer, ids)
+    content = {
+        "bin": ids.tobytes(),
+        "npy": buffer.getvalue(),
+        "bin.gz": gzip.compress(ids.tobytes()),
+    }[form]
+    (tmp_path / f"a.{form}").write_bytes(content)
+    near = prepare(config(source=str(tmp_path / f"a.{form}")), 257, progress=False)
+    settings = {"source": put(store, f"a.{form}", content), "store_cache_gb": 20e-6}
+    far = prepare(config(**settings), 257, progress=False)
+    assert far.checksum == near.checksum and np.array_equal(far.documents, near.documents)
+    draw = random.Random(1)
+    for _ in range(100):
+        first = draw.randrange(len(ids))
+        last = first + draw.randrange(3000)
+        assert np.array_equal(far.tokens[first:last], ids[first:last])
+        kept = list(far.folder.parent.rglob("blocks/*/*"))
+        assert sum(path.stat().st_size for path in kept) <= 20e3
+    if form != "bin.gz":
+        far.tokens.prefetch(0, 2000, is_needed=False)
+        stored, end = far.tokens._file, time.monotonic() + 20
+        while not all(stored._cache.has(stored._id, block) for block in range(4)):
+            assert time.monotonic() < end, "nothing is read ahead"
+        store.pipe_file(f"{STORE}/a.{form}", content[::-1])
+        monkeypatch.setattr(ranges, "CHECK_S", 0.0)
+        with pytest.raises(StoreError, match=r"has changed since this run began: put it back"):
+            for first in itertools.count(0, 5000):
+                assert len(far.tokens[first : first + 2000])
+
+
+def test_adjacent_blocks_are_one_request(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranges, "BLOCK", 100)
+    monkeypatch.setattr(blocks, "BLOCK", 100)
+    content = random.Random(0).randbytes(1550)
+    (file,) = listing.find(put(store, "a.bin", content)).files
+    monkeypatch.setattr(ranges, "TOGETHER", 4)
+    stored = ranges.StoreFile(file, blocks.BlockCache(tmp_path, 1e6))
+    assert stored.read(120, 180) == content[120:180]
+    store.asked.clear()
+    assert stored.read(20, 1550) == content[20:]
+    asked = sorted((each["start"], each["end"]) for _, each in store.asked)
+    assert asked == [(0, 100), (200, 600), (600, 1000), (1000, 1400), (1400, 1550)]
+
+
+def test_an_outage_is_waited_out(store, tmp_path, capsys):
+    content = random.Random(0).randbytes(5000)
+    (file,) = listing.find(put(store, "a.bin", content)).files
+    stored = ranges.StoreFile(file, blocks.BlockCache(tmp_path, 1e9))
+    store.problem, excused = ConnectionError("no route to the store"), []
+
+    def end() -> None:
+        excused.extend(watchdog._excused)
+        store.problem = None
+
+    timer = threading.Timer(0.3, end)
+    timer.start()
+    assert stored.read(0, 10) == content[:10]
+    lines = capsys.readouterr()
+    told = (lines.err + lines.out).splitlines()
+    assert len(told) == 2 and told[0].startswith(
+        f"warning: {file.path} cannot be read (no route to the store): it is tried again"
+    )
+    assert told[1].startswith("the store has answered, after ") and excused == [file.path]
+    assert not watchdog._excused
+    timer.join()
+
+
+def test_streams(store):
+    content = random.Random(0).randbytes(30_000)
+    address = put(store, "a", content)
+    assert hashlib.sha256(io.BufferedReader(ranges.StoreStream(address, 2), 4096).read()).digest()
+    for ahead in (0, 2):
+        with ranges.StoreStream(address, ahead) as stream:
+            assert stream.read(10) == content[:10] and stream.seek(-5, io.SEEK_END) == 29_995
+            assert stream.read() == content[-5:] and stream.read(3) == b""
+            stream.seek(100)
+            assert io.BufferedReader(stream, 1 << 16).read() == content[100:]
