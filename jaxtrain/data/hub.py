@@ -24,12 +24,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from jaxtrain import config as cfg
+from jaxtrain.config import addresses
 from jaxtrain.config.errors import cut, one_line, shown
 from jaxtrain.run import files, streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 T = TypeVar("T")
-SCHEME, MODELS, COMMIT = "hf://", "hf://models/", "[0-9a-f]{40}"
+SCHEME, MODELS, COMMIT = addresses.HUB, f"{addresses.HUB}models/", "[0-9a-f]{40}"
 # what may be a model's name; a JSON file's path is none
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)(@\S+)?")
 OF_MODELS = ("train.init_from", "tokenizer", "from_hf")  # how what names a model ends
@@ -98,7 +99,8 @@ def pinned(named: Repository, workdir: str) -> Repository:
     # A branch may have moved since, and a run goes on with the files that it began with: those that
     # the same setting, or item of a mixture, has in config.json.
     item = named.setting.partition(".")[2].partition(".")[2]
-    place = _text(dataclasses.replace(uri, revision=None, path_in_repo=""))
+    prefix = "" if named.text.startswith(SCHEME) else MODELS
+    place = dataclasses.replace(uri, revision=None, path_in_repo="").to_uri().removeprefix(prefix)
     pattern = re.escape(f'"{item}{"=" * bool(item)}{place}@') + f"({COMMIT})"
     if match := re.search(pattern, config):
         commit, since = match[1], f", as in {workdir}/{files.CONFIG_FILE}"
@@ -106,9 +108,8 @@ def pinned(named: Repository, workdir: str) -> Repository:
         ask = functools.partial(_library().HfApi().resolve_revision, uri.id, repo_type=uri.type)
         commit, since = _patiently(named, lambda: ask(revision=uri.revision).resolved), ""
     uri = dataclasses.replace(uri, revision=commit)
-    return Repository(
-        named.setting, _text(uri), uri, f"{named.setting}={named.text} is {_text(uri)}{since}"
-    )
+    text = uri.to_uri().removeprefix(prefix)
+    return Repository(named.setting, text, uri, f"{named.setting}={named.text} is {text}{since}")
 
 
 def with_commits(config: cfg.Config, workdir: str) -> cfg.Config:
@@ -125,10 +126,6 @@ def with_commits(config: cfg.Config, workdir: str) -> cfg.Config:
     return cfg.replace(config, changes)
 
 
-def _text(uri: Any) -> str:
-    return uri.to_uri().removeprefix(MODELS)
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -143,6 +140,28 @@ def folder(named: Repository, names: tuple[str, ...]) -> pathlib.Path:
     download = functools.partial(_library().snapshot_download, uri.id, repo_type=uri.type)
     path = _patiently(named, lambda: download(revision=uri.revision, allow_patterns=patterns))
     return pathlib.Path(path)
+
+
+@functools.cache
+def tree(named: Repository) -> dict[str, dict[str, Any]]:
+    """Address → size and digest of each file of a repository, as an fsspec file system describes
+    them; the hub's cache has this of commits that were listed before. Raises HubError.
+
+    named: at a commit
+    """
+    uri, get = named.uri, _library().get_cached_repo_tree
+    folder(named, ())  # lists the repository, and downloads nothing
+    entries = _patiently(named, lambda: get(uri.id, repo_type=uri.type, revision=uri.revision))
+    address = dataclasses.replace(uri, path_in_repo="").to_uri()
+    return {
+        f"{address}/{entry.path}": {"size": entry.size, "blob_id": entry.blob_id}
+        for entry in entries
+    }
+
+
+def filesystem() -> Any:
+    """fsspec's file system of the hub's addresses."""
+    return _library().HfFileSystem(block_size=1)  # bytes that a read has beyond those asked for
 
 
 @functools.cache
@@ -189,29 +208,36 @@ def _patiently(named: Repository, do: Callable[[], T]) -> T:
         try:
             return do()
         except Exception as error:
-            cause: BaseException = error
-            while cause.__cause__ and not isinstance(cause, httpx2.HTTPError | HubError):
-                cause = cause.__cause__
-            refusal = _refusal(named, cause)
+            cause, wrong = _cause(error), refusal(named, error)
             # where there is no connection at all, no other try will find one
             is_final = not wait or isinstance(cause, httpx2.ConnectError | HubError)
-            if is_final or not isinstance(refusal, HubAwayError):
-                raise refusal from error
+            if is_final or not isinstance(wrong, HubAwayError):
+                raise wrong from error
             wait = max(wait, _wait_of(getattr(cause, "response", None)))
-        streams.remark(f"{refusal}: trying again in {wait:.0f} s")
+        streams.remark(f"{wrong}: trying again in {wait:.0f} s")
         time.sleep(wait)
     raise AssertionError
 
 
-def _refusal(named: Repository, error: BaseException) -> HubError:
+def _cause(error: BaseException) -> BaseException:
+    """The error of HTTP or of this module behind one of the library, or that behind all others."""
+    import httpx2
+
+    while error.__cause__ and not isinstance(error, httpx2.HTTPError | HubError):
+        error = error.__cause__
+    return error
+
+
+def refusal(named: Repository, error: Exception) -> HubError:
     """The error for one of the library."""
     import httpx2
     from huggingface_hub import constants, errors
 
+    cause = _cause(error)
+    page = dataclasses.replace(named.uri, revision=None, path_in_repo="").to_url(constants.ENDPOINT)
     hub, text = constants.ENDPOINT, f"{named.setting}={shown(named.text)}"
     rules: dict[type, str] = {
-        errors.GatedRepoError: f"is gated: accept its conditions at {named.uri.to_url(hub)}, and "
-        "set HF_TOKEN",
+        errors.GatedRepoError: f"is gated: accept its conditions at {page}, and set HF_TOKEN",
         errors.RevisionNotFoundError: f"names a revision that {hub} lacks: name a branch, a tag or "
         "a commit",
         errors.RepositoryNotFoundError: f"is nothing here, and no repository of {hub}, or a "
@@ -220,14 +246,14 @@ def _refusal(named: Repository, error: BaseException) -> HubError:
         "HF_HUB_OFFLINE is set",
     }
     for kind, rule in rules.items():
-        if isinstance(error, kind):
+        if isinstance(cause, kind):
             return HubError(f"{text} {rule}")
-    text += f" cannot be read from {hub} ({cut(one_line(str(error)))})"
-    status = getattr(getattr(error, "response", None), "status_code", 0)
+    text += f" cannot be read from {hub} ({cut(one_line(str(cause)))})"
+    status = getattr(getattr(cause, "response", None), "status_code", 0)
     if status in (401, 403):
         text += ": set HF_TOKEN to one that may read it"
     passing = (httpx2.TransportError, HubAwayError, ConnectionError, TimeoutError, RuntimeError)
-    passes = isinstance(error, passing) or status in (408, 429) or status >= 500
-    passes |= getattr(error, "errno", None) in files.TRANSIENT
-    passes |= type(error) is OSError  # a file that is shorter than it should be
+    passes = isinstance(cause, passing) or status in (408, 429) or status >= 500
+    passes |= getattr(cause, "errno", None) in files.TRANSIENT
+    passes |= type(cause) is OSError  # a file that is shorter than it should be
     return (HubAwayError if passes else HubError)(text)

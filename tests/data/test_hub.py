@@ -312,3 +312,55 @@ def test_a_source_of_the_hub(programs, dataset, tmp_path):
     assert missing[0] == ExitStatus.BAD_CONFIG and "matches no files" in missing[1]
     offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     assert prepared(programs, (source, tmp_path / "2"), **offline) == [again]
+
+
+SOURCE_TROUBLE = {
+    "each third request fails": {"fail_every": 3, "failure": 503},
+    "each body is cut": {"cut": 60_000, "cuts": 1},
+    "it asks to wait": {"failures": 2, "failure": 429, "headers": {"Retry-After": "1"}},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trouble", SOURCE_TROUBLE)
+def test_a_source_waits_for_the_hub(programs, dataset, trouble, tmp_path):
+    pattern = "data/*.parquet"
+    [local] = prepared(programs, (dataset / pattern, tmp_path / "1"))
+    vars(programs.hub).update(SOURCE_TROUBLE[trouble])
+    [of_hub] = prepared(programs, (f"hf://datasets/org/set/{pattern}", tmp_path / "2"))
+    assert of_hub[1:] == local[1:]
+
+
+@pytest.mark.full
+def test_sources_that_are_refused(programs, dataset, tmp_path):
+    hub = programs.hub
+    hub.publish("datasets/org/gated", dataset)
+    hub.repos["datasets/org/gated"].is_gated = True
+    pattern, cache = "data/*.parquet", tmp_path / "cache"
+    rules = {
+        f"hf://datasets/org/gated/{pattern}": "is gated: accept its conditions at",
+        f"hf://datasets/org/sets/{pattern}": "is nothing here, and no repository of",
+        f"hf://datasets/org/set@v3/{pattern}": "names a revision that",
+        "hf://datasets/org/set/date": "holds no files",
+        "hf://datasets/set": "is no address of the hub",
+    }
+    answers = prepared(programs, *((source, cache) for source in rules))
+    for source, (status, text) in zip(rules, answers, strict=True):
+        assert status == ExitStatus.BAD_CONFIG and rules[source] in text, text
+        assert "data.source='hf://datasets/" in text and "\n" not in text
+    assert f"at {hub.endpoint}/datasets/org/gated, and set HF_TOKEN" in answers[0][1]
+    assert not [*cache.glob("*-*")]
+    [(_, _, documents)] = prepared(programs, ([*rules][0], cache), HF_TOKEN=TOKEN)
+    assert documents == 4000
+    # a file of its own, and one of a model's repository
+    hub.publish("models/org/texts", dataset)
+    [one, other] = prepared(
+        programs,
+        *(("hf://datasets/org/set/data/a.parquet", cache), ("hf://org/texts/data", cache)),
+    )
+    assert one[2] == 2000 and other[2] == 4001
+    commit = hub.repos["models/org/texts"].revisions["main"]
+    assert other[0] == f"hf://models/org/texts@{commit}/data"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
+    [(status, text)] = prepared(programs, ([*rules][0], cache), **offline)
+    assert status == ExitStatus.BAD_CONFIG and "HF_HUB_OFFLINE is set" in text

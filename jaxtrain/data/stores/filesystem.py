@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 
 from jaxtrain.config import addresses
+from jaxtrain.data import hub
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import streams, watchdog
 from jaxtrain.run.exit_status import ExitStatus
@@ -55,10 +56,11 @@ LIBRARIES = (
     "google",
     "asyncio",
     "requests",
+    "httpx2",
 )
 LASTING = ("Credential", "Profile", "Validation")  # in names of errors that no wait mends
 # What an information of fsspec has that is another for other content, the most certain first.
-VERSIONS = ("ETag", "md5Hash", "generation", "etag", "mtime", "created")
+VERSIONS = ("ETag", "md5Hash", "generation", "etag", "blob_id", "mtime", "created")
 _away: list[float] = []  # when each read that is being tried again failed first
 _lock = threading.Lock()
 
@@ -100,6 +102,8 @@ def filesystem(address: str) -> Any:
 
 @functools.cache
 def _filesystem(scheme: str) -> Any:
+    if hub.SCHEME.startswith(scheme):
+        return hub.filesystem()
     configure(scheme)
     # fsspec's own instances are one for each thread, with connections of its own
     store = fsspec.filesystem(PROTOCOLS[scheme].name, **PROTOCOLS[scheme].options)
@@ -122,6 +126,9 @@ def refusal(address: str, error: Exception) -> StoreError | None:
     does not; None for an error that does not come from a store."""
     if not (why := failure(error)):
         return None
+    if named := hub.repository("data.source", address):
+        wrong = hub.refusal(named, error)
+        return (StoreAwayError if isinstance(wrong, hub.HubAwayError) else StoreError)(str(wrong))
     lasts = isinstance(error, FileNotFoundError | PermissionError)
     lasts = lasts or any(word in type(error).__name__ for word in LASTING)
     return (StoreError if lasts else StoreAwayError)(f"{address} cannot be read ({why})")
