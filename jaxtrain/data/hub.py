@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, TypeVar
 from jaxtrain import config as cfg
 from jaxtrain.config import addresses
 from jaxtrain.config.errors import cut, one_line, shown
+from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.run import files, streams
-from jaxtrain.run.exit_status import ExitStatus, RunError
 
 T = TypeVar("T")
 SCHEME, MODELS, COMMIT = addresses.HUB, f"{addresses.HUB}models/", "[0-9a-f]{40}"
@@ -38,19 +38,6 @@ OF_DATA, OF_MIXTURES = ("data.tokenizer", "data.source"), ("data.sources", "data
 # seconds between tries; until an answer begins, for which the library would wait for ever; and the
 # most that the hub may ask to wait for
 WAITS_S, ANSWER_S, LONGEST_S = (1.0, 2.0, 4.0, 8.0, 16.0), 30.0, 60.0
-
-
-class HubError(RunError):
-    """A repository of the hub, or a file of one, that cannot be read; the text is one line, which
-    names the setting."""
-
-    status = ExitStatus.BAD_CONFIG
-
-
-class HubAwayError(HubError):
-    """A hub that does not answer, or a disk that is full: what may pass."""
-
-    status = ExitStatus.STORAGE
 
 
 class Repository(NamedTuple):
@@ -69,7 +56,7 @@ class Repository(NamedTuple):
 
 def repository(setting: str, text: str) -> Repository | None:
     """The repository that a setting names; None for a local file or folder, which has precedence,
-    and for a text that can be no name. Raises HubError for a wrong address hf://…"""
+    and for a text that can be no name. Raises StoreError for a wrong address hf://…"""
     is_model = setting.endswith(OF_MODELS)
     is_named = NAME.fullmatch(text) and not os.path.lexists(text) if is_model else None
     if not is_named and (is_model or not text.startswith(SCHEME)):
@@ -82,7 +69,7 @@ def repository(setting: str, text: str) -> Repository | None:
     except ValueError as error:
         if is_model:
             return None
-        raise HubError(f"{setting}={shown(text)} is no address of the hub: {error}") from None
+        raise StoreError(f"{setting}={shown(text)} is no address of the hub: {error}") from None
 
 
 # --- commits --------------------------------------------------------------------------------------
@@ -90,7 +77,7 @@ def repository(setting: str, text: str) -> Repository | None:
 
 def pinned(named: Repository, workdir: str) -> Repository:
     """A repository at a commit: the one with which the run in this folder began, else that of its
-    revision at present, or when the hub could be reached last. Raises HubError."""
+    revision at present, or when the hub could be reached last. Raises StoreError."""
     uri, config = named.uri, ""
     if re.fullmatch(COMMIT, uri.revision or ""):
         return named
@@ -113,7 +100,7 @@ def pinned(named: Repository, workdir: str) -> Repository:
 
 
 def with_commits(config: cfg.Config, workdir: str) -> cfg.Config:
-    """A config with a commit in each repository that its data name. Raises HubError."""
+    """A config with a commit in each repository that its data name. Raises StoreError."""
 
     def pin(setting: str, text: str) -> str:
         named = repository(setting, text)
@@ -132,7 +119,7 @@ def with_commits(config: cfg.Config, workdir: str) -> cfg.Config:
 @functools.cache
 def folder(named: Repository, names: tuple[str, ...]) -> pathlib.Path:
     """The folder of the hub's cache with those of some files that a repository has; what lacks
-    there is downloaded. It may have others, too. Raises HubError.
+    there is downloaded. It may have others, too. Raises StoreError.
 
     named: at a commit
     """
@@ -145,7 +132,7 @@ def folder(named: Repository, names: tuple[str, ...]) -> pathlib.Path:
 @functools.cache
 def tree(named: Repository) -> dict[str, dict[str, Any]]:
     """Address → size and digest of each file of a repository, as an fsspec file system describes
-    them; the hub's cache has this of commits that were listed before. Raises HubError.
+    them; the hub's cache has this of commits that were listed before. Raises StoreError.
 
     named: at a commit
     """
@@ -177,7 +164,7 @@ def _library() -> Any:
 
     def refuse_long_waits(response: Any) -> None:
         if (seconds := _wait_of(response)) > LONGEST_S:
-            raise HubAwayError(f"it asks to wait for {seconds:.0f} s")
+            raise StoreAwayError(f"it asks to wait for {seconds:.0f} s")
 
     def client() -> Any:
         client = default_client_factory()
@@ -201,7 +188,7 @@ def _wait_of(response: Any) -> float:
 
 def _patiently(named: Repository, do: Callable[[], T]) -> T:
     """The result of calls of the library, which are repeated while the hub has failures that may
-    pass. Raises HubError."""
+    pass. Raises StoreError."""
     import httpx2
 
     for wait in (*WAITS_S, 0.0):
@@ -210,8 +197,8 @@ def _patiently(named: Repository, do: Callable[[], T]) -> T:
         except Exception as error:
             cause, wrong = _cause(error), refusal(named, error)
             # where there is no connection at all, no other try will find one
-            is_final = not wait or isinstance(cause, httpx2.ConnectError | HubError)
-            if is_final or not isinstance(wrong, HubAwayError):
+            is_final = not wait or isinstance(cause, httpx2.ConnectError | StoreError)
+            if is_final or not isinstance(wrong, StoreAwayError):
                 raise wrong from error
             wait = max(wait, _wait_of(getattr(cause, "response", None)))
         streams.remark(f"{wrong}: trying again in {wait:.0f} s")
@@ -223,12 +210,12 @@ def _cause(error: BaseException) -> BaseException:
     """The error of HTTP or of this module behind one of the library, or that behind all others."""
     import httpx2
 
-    while error.__cause__ and not isinstance(error, httpx2.HTTPError | HubError):
+    while error.__cause__ and not isinstance(error, httpx2.HTTPError | StoreError):
         error = error.__cause__
     return error
 
 
-def refusal(named: Repository, error: Exception) -> HubError:
+def refusal(named: Repository, error: Exception) -> StoreError:
     """The error for one of the library."""
     import httpx2
     from huggingface_hub import constants, errors
@@ -247,13 +234,13 @@ def refusal(named: Repository, error: Exception) -> HubError:
     }
     for kind, rule in rules.items():
         if isinstance(cause, kind):
-            return HubError(f"{text} {rule}")
+            return StoreError(f"{text} {rule}")
     text += f" cannot be read from {hub} ({cut(one_line(str(cause)))})"
     status = getattr(getattr(cause, "response", None), "status_code", 0)
     if status in (401, 403):
         text += ": set HF_TOKEN to one that may read it"
-    passing = (httpx2.TransportError, HubAwayError, ConnectionError, TimeoutError, RuntimeError)
+    passing = (httpx2.TransportError, StoreAwayError, ConnectionError, TimeoutError, RuntimeError)
     passes = isinstance(cause, passing) or status in (408, 429) or status >= 500
     passes |= getattr(cause, "errno", None) in files.TRANSIENT
     passes |= type(cause) is OSError  # a file that is shorter than it should be
-    return (HubAwayError if passes else HubError)(text)
+    return (StoreAwayError if passes else StoreError)(text)

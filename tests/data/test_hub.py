@@ -16,6 +16,7 @@ from support import ROOT
 from support.hub_server import TOKEN, HubServer
 
 from jaxtrain.data import hub as hub_room
+from jaxtrain.data.errors import StoreError
 from jaxtrain.run.exit_status import ExitStatus
 
 # For each line of standard input, [setting, name, files, workdir]: a line with the folder, its
@@ -23,6 +24,7 @@ from jaxtrain.run.exit_status import ExitStatus
 PROGRAM = """
 import json, os, sys
 from jaxtrain.data import hub
+from jaxtrain.run.exit_status import RunError
 if "HURRY" in os.environ:
     hub.WAITS_S, hub.ANSWER_S = (0.5,), 1.0
 for setting, name, files, workdir in map(json.loads, sys.stdin):
@@ -31,7 +33,7 @@ for setting, name, files, workdir in map(json.loads, sys.stdin):
         folder = hub.folder(named, tuple(files))
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
         answer = [named.text, names, named.note]
-    except hub.HubError as error:
+    except RunError as error:
         answer = [int(error.status), str(error)]
     print(json.dumps(answer), flush=True)
 """
@@ -91,7 +93,7 @@ def test_what_is_a_name(tmp_path, monkeypatch):
     assert hub_room.repository("data.source", "org/name") is None
     named = hub_room.repository("data.sources.web", "hf://datasets/org/name@v1/a/*.parquet")
     assert named and named.uri.path_in_repo == "a/*.parquet"
-    with pytest.raises(hub_room.HubError, match="data.source='hf://datasets/a' is no address"):
+    with pytest.raises(StoreError, match="data.source='hf://datasets/a' is no address"):
         hub_room.repository("data.source", "hf://datasets/a")
 
 

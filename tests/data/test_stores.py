@@ -17,9 +17,10 @@ import pyarrow.parquet
 import pytest
 
 from jaxtrain.config import ConfigError, addresses
+from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.stores import blocks, filesystem, listing, ranges
-from jaxtrain.data.stores.filesystem import Protocol, StoreAwayError, StoreError
+from jaxtrain.data.stores.filesystem import Protocol
 from jaxtrain.run import watchdog
 
 STORE = "memory://bucket"

@@ -21,9 +21,8 @@ import fsspec
 
 from jaxtrain.config import addresses
 from jaxtrain.data import hub
-from jaxtrain.data.tokenizer import DataError
+from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.run import streams, watchdog
-from jaxtrain.run.exit_status import ExitStatus
 
 T = TypeVar("T")
 
@@ -63,18 +62,6 @@ LASTING = ("Credential", "Profile", "Validation")  # in names of errors that no 
 VERSIONS = ("ETag", "md5Hash", "generation", "etag", "blob_id", "mtime", "created")
 _away: list[float] = []  # when each read that is being tried again failed first
 _lock = threading.Lock()
-
-
-class StoreError(DataError):
-    """A source in a store that cannot be read; the text is one line."""
-
-    status = ExitStatus.BAD_CONFIG
-
-
-class StoreAwayError(StoreError):
-    """A store that may answer when the run is started again."""
-
-    status = ExitStatus.STORAGE
 
 
 def scheme_of(path: str | os.PathLike) -> str:
@@ -127,8 +114,7 @@ def refusal(address: str, error: Exception) -> StoreError | None:
     if not (why := failure(error)):
         return None
     if named := hub.repository("data.source", address):
-        wrong = hub.refusal(named, error)
-        return (StoreAwayError if isinstance(wrong, hub.HubAwayError) else StoreError)(str(wrong))
+        return hub.refusal(named, error)
     lasts = isinstance(error, FileNotFoundError | PermissionError)
     lasts = lasts or any(word in type(error).__name__ for word in LASTING)
     return (StoreError if lasts else StoreAwayError)(f"{address} cannot be read ({why})")
