@@ -138,7 +138,8 @@ def make_step(
     argv, given = _command_line(recipe, changes, cpu_devices=cpu_devices)
     with cli.run_errors():
         config, namespace = train_command.parse(argv, given)
-        for path, without in (("train.diloco_inner_steps", 0), ("parallel.offload_directory", "")):
+        alone = ("train.diloco_inner_steps", 0), ("parallel.offload_directory", "")
+        for path, without in (*alone, ("train.phases", ())):
             if (value := get(config, path)) != without:
                 raise ConfigError(path, value, "is for train alone", fixes=[{path: without}])
         startup.start_jax(namespace, config)
@@ -149,10 +150,11 @@ def make_step(
         import jax
 
         from jaxtrain.config.phases import spans
+        from jaxtrain.data.batches import TrainingBatches
         from jaxtrain.data.loader import make_loaders, prepare_corpora
         from jaxtrain.devices.mesh import make_mesh, sizes_of
         from jaxtrain.phases.prepare import check_on_devices, prepare
-        from jaxtrain.phases.run_state import make_state
+        from jaxtrain.phases.run_state import make_state, until_exhausted
         from jaxtrain.training import step as steps
         from jaxtrain.training.compiled_step import start_compiling
 
@@ -162,12 +164,14 @@ def make_step(
             raise KeyboardInterrupt
         settings = ready.config
         corpora = prepare_corpora(settings.data, settings.model.vocab_size, settings.train)
+        content = TrainingBatches(corpora, spans(settings))
+        settings = until_exhausted(settings, content)
         mesh = make_mesh(sizes_of(settings.mesh))
         with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
             step = steps.make_step(settings, mesh, ready.setup)
             programs = start_compiling(step, executor).result()
         tokens = step.abstract_batch["tokens"]
-        data, _ = make_loaders(corpora, settings.data, spans(settings), tokens, 1, 0)
+        data, _ = make_loaders(content, settings.data, tokens, 1, 0)
 
         def first_state() -> "TrainState":
             with jax.set_mesh(mesh):

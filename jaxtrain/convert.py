@@ -32,6 +32,7 @@ from jaxtrain.checkpoint.steps import (
 )
 from jaxtrain.config import Config, StoredConfig, UsageError, replace, to_dict
 from jaxtrain.config.flags import Flag, Reading, read_flags
+from jaxtrain.config.phases import longest_sequence
 from jaxtrain.config.recipes import config_text
 from jaxtrain.config.rules import checks
 from jaxtrain.data.tokenizer import Tokenizer
@@ -268,7 +269,7 @@ def _published_config(
         _, model, _ = read_model(values, str(path))
         if not any(differing(model, config.model)):
             return values
-    values = write_model(config.model, None, config.data.sequence_length)
+    values = write_model(config.model, None, longest_sequence(config))
     return values | token_ids(tokenizer) | {"pad_token_id": None}
 
 

@@ -51,6 +51,7 @@ from jaxtrain.config import (
     shown,
 )
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
+from jaxtrain.config.phases import longest_sequence
 from jaxtrain.config.rules.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.devices import startup
@@ -137,7 +138,7 @@ def generate(flags: types.SimpleNamespace) -> int:
     if unused := unused_flags(flags):
         streams.remark(f"note: {unused} changes nothing: the most likely token is always chosen")
     model = load(flags)
-    prompt, trained_length = len(model.ids), model.config.data.sequence_length
+    prompt, trained_length = len(model.ids), longest_sequence(model.config)
     if prompt + flags.tokens > trained_length:
         streams.remark(
             f"a prompt of {prompt} tokens and up to {flags.tokens} more go beyond the "

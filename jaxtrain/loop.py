@@ -13,30 +13,29 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import jax
 
 from jaxtrain import cli
 from jaxtrain.checkpoint.manager import RunCheckpoints
 from jaxtrain.checkpoint.resuming import Candidates, StartPoint, open_folder
-from jaxtrain.config import PipelineConfig, ResolvedConfig
-from jaxtrain.config.phases import spans
-from jaxtrain.config.recipes import config_text
+from jaxtrain.config import ResolvedConfig
+from jaxtrain.config.phases import Span, config_of, span_at, spans
 from jaxtrain.data.batches import HeldOutBatches, TrainingBatches
 from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpora
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.hf import source_files
-from jaxtrain.hf.importing import PublishedWeights
 from jaxtrain.phases.run_end import draw_losses, log_results, what_next
-from jaxtrain.phases.run_state import make_state, open_weights, state_on_disk
-from jaxtrain.phases.start_lines import beginning, introduction, when_compiled
+from jaxtrain.phases.run_files import write_settings
+from jaxtrain.phases.run_state import make_state, open_weights, state_on_disk, until_exhausted
+from jaxtrain.phases.span_programs import SpanPrograms
+from jaxtrain.phases.start_lines import beginning, introduction, memory_lines, when_compiled
 from jaxtrain.pipeline.prepared_run import PreparedRun
-from jaxtrain.planner.for_training import AfterWarmUp, fitting, plan_at_hand
+from jaxtrain.planner.for_training import AfterWarmUp, Prediction, fitting, plan_at_hand
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.files import CONFIG_FILE, replace_text, warned
+from jaxtrain.run.files import warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import MetricsWriter
@@ -46,8 +45,6 @@ from jaxtrain.run.signals import Signals
 from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import Phase, WallClock
 from jaxtrain.run.watchdog import Watchdog
-from jaxtrain.training import stored_op_times
-from jaxtrain.training.compiled_step import Programs, start_compiling
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.one_step import StepMetrics
 from jaxtrain.training.parameter_checks import Copies
@@ -73,10 +70,11 @@ class RunContext:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReadyStep:
-    """A compiled step with the batches that it takes, and the evaluation of its parameters."""
+    """The run's own step, the compiled ones of its spans with the batches that these take, and the
+    evaluation of the parameters."""
 
     step: Step
-    programs: Programs
+    programs: SpanPrograms
     batches: Loader[TrainingBatches]
     evaluation: Evaluation
 
@@ -102,7 +100,9 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
         chosen = checkpoints.choose()
         weights = open_weights(config, chosen.start.resumes)
         corpora = prepare_corpora(config.data, config.model.vocab_size, config.train)
-        chosen.check_corpora(corpora)
+        content = TrainingBatches(corpora, spans(config))
+        chosen.check_corpora(content)
+        config = until_exhausted(config, content)
         if chosen.start.step >= config.train.steps:
             cluster.log(
                 f"{folder} already has its {chosen.start.step} steps: raise train.steps to go on",
@@ -118,50 +118,44 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             step = make_step(config, mesh, prepared.setup)
             closing.enter_context(state_on_disk(step))
             begin = functools.partial(make_state, config, step, weights)
-            candidates = chosen.candidates(step, corpora, begin)
+            candidates = chosen.candidates(step, content, begin)
             resumes = candidates.expected.resumes
 
             # --- batches ---
             clock.enter(Phase.DATA)
-            initial: concurrent.futures.Future[TrainState] | None = None
-            if weights and not resumes:
-                # Now, because a damaged model ends the run before anything is compiled or written.
-                initial = concurrent.futures.Future()
-                initial.set_result(begin())
+            # Now, because a damaged model ends the run before anything is compiled or written.
+            initial = _done(begin()) if weights and not resumes else None
             batches, held_out = make_loaders(
-                corpora,
+                content,
                 config.data,
-                spans(config),
                 step.abstract_batch["tokens"],
                 step.separate_replicas,
                 config.train.eval_batches,
                 folder if config.metrics.rows else None,
             )
-            closing.enter_context(batches)
-            for loader in held_out.values():
+            loaders: list[Loader] = [batches, *held_out.values()]
+            for loader in loaders:
                 closing.enter_context(loader)
             goodput = lasting.enter_context(_timed(folder, clock, candidates.expected))
             signals.before_end(goodput.discard)
 
-            # --- programs, and meanwhile the state ---
-            # two threads, for XLA compiles most of a program on one core
+            # --- programs, and meanwhile the state: XLA compiles most of a program on one core ---
             executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
-            compiling = start_compiling(step, executor)
+            programs = SpanPrograms(config, step)
+            compiling = programs.start(candidates.expected.meta.position, executor)
             clock.enter(Phase.COMPILING)
             if not (initial or resumes):
                 # Not before: one thread traces at a time, and the step takes longest to compile.
                 initial = executor.submit(begin)
-            evaluation = _evaluation(step, held_out, executor)
+            evaluation = _evaluation(step, held_out, corpora.checksums, executor)
             validates = config.train.eval_every or evaluates_first(config, candidates.expected)
             has_sets = any(loader.batches for loader in held_out.values())
             others = [evaluation.start_compiling()] if validates and has_sets else []
-            cluster.log(*introduction(config, step), *corpora.describe())
-            programs = when_compiled(step, clock, compiling, others)
-            cluster.log(*batches.content.remarks())
-            for loader in held_out.values():
-                cluster.log(*loader.content.remarks())
+            cluster.log(*introduction(*programs.first), *corpora.describe())
+            when_compiled(step, clock, compiling, others)
+            cluster.log(*(line for each in loaders for line in each.content.remarks()))
             state, start = candidates.restore(initial)
-            _write_settings(config, prepared.requested.pipeline, folder, weights)
+            write_settings(prepared.config, prepared.requested.pipeline, folder, weights)
 
             # --- loop ---
             goodput.reached(start.step)
@@ -204,8 +198,11 @@ class Trainer:
         state: TrainState,
     ):
         config, clock, goodput = context.config, context.clock, context.goodput
-        step, self.programs, self.evaluation = ready.step, ready.programs, ready.evaluation
+        step, self.of_spans, self.evaluation = ready.step, ready.programs, ready.evaluation
         self.at, self.state = start.step, state
+        self.config, self.step = config, step
+        self.span = span_at(self.of_spans.spans, start.meta.position)
+        self.programs = self.of_spans.of(self.span)
         self.asked = Request.NOTHING
         self.validation_loss: float | None = None
         self.clock, self.watchdog = clock, context.watchdog
@@ -228,7 +225,7 @@ class Trainer:
         self.profile = Profile(
             trace_folder(context.folder), self.at, config.train.profile_steps, clock, log_line
         )
-        plan = plan_at_hand(config, step.mesh.devices.flat[0].device_kind).prediction
+        plan = self.plan()
         self.measured = AfterWarmUp(
             plan, self.programs.train, context.folder, self.profile, clock, log_line
         )
@@ -251,13 +248,13 @@ class Trainer:
         self.copies = Copies(step.mesh, state)
 
         # --- what reads the results, a step behind ---
-        tokens = config.data.batch_size * config.data.sequence_length
         peak = plan.work.tokens_at_peak() if plan else None
         self.reporter = Reporter(
             intervals=self.intervals,
+            spans=self.of_spans.spans,
             combine_metrics=step.combine_metrics,
             detector=self.detector,
-            speedometer=Speedometer(tokens, peak, self.at, clock),
+            speedometer=Speedometer(self.span.batch_tokens, peak, self.at, clock),
             log=self.log,
             progress=self.progress,
             goodput=goodput,
@@ -272,6 +269,9 @@ class Trainer:
         if self.evaluates_first:
             self.validate()
         while self.at < self.steps and not self.asked.stop:
+            span = span_at(self.of_spans.spans, self.feed.position)
+            if span is not self.span:
+                self.enter(span)
             begin = self.at
             self.profile.before(begin)
             metrics = self.take_steps()
@@ -284,9 +284,9 @@ class Trainer:
             self.measured.after(self.at, self.at - begin)
             saves = self.intervals.saves(self.at) or self.intervals.saves_locally(self.at)
             validates = self.intervals.evaluates(self.at)
-            if self.asked or saves or validates:
+            if self.asked or saves or validates or self.feed.position == self.span.end:
                 # Before a save or an evaluation the step's own results are awaited: its numbers
-                # may forbid both, and its answer may ask for a save.
+                # may forbid both, and its answer may ask for a save. Figures are of one span.
                 self.asked |= self.reporter.finish(stopping=self.asked.stop)
                 self.save()
                 if validates:
@@ -300,6 +300,8 @@ class Trainer:
         compute."""
         begin, several = self.at, self.programs.several
         most = several.number if several else 1
+        if self.span.end > self.feed.position:  # a run that passes over batches goes beyond the end
+            most = min(most, self.span.end - self.feed.position)
         count = self.intervals.steps_until(begin, most, self.profile.stops)
         with self.clock.phase(Phase.WAITING):
             batches = [self.feed.next() for _ in range(count)]
@@ -328,6 +330,25 @@ class Trainer:
         # These steps are only queued; the report is of those before, while the devices compute.
         self.asked = self.reporter.add(*steps)
         return metrics
+
+    def enter(self, span: Span) -> None:
+        """Goes on with the batches of another span, after all results of the one before."""
+        self.measured.finish(self.at)
+        with self.clock.phase(Phase.COMPILING):
+            self.programs, self.span = self.of_spans.of(span), span
+            plan = self.plan()
+        memory = memory_lines(self.step, self.programs.train)
+        for line in (f"from step {self.at + 1} on: {span.describe()}", *memory):
+            self.progress.log(line)
+        peak = plan.work.tokens_at_peak() if plan else None
+        self.reporter.speedometer.enter(span.batch_tokens, peak, self.at)
+        self.progress.restart(self.at)
+        self.watchdog.expect_longer()
+
+    def plan(self) -> Prediction | None:
+        """The planned step of the present span, if the devices are known."""
+        config = config_of(self.config, self.span).resolve()
+        return plan_at_hand(config, self.step.mesh.devices.flat[0].device_kind).prediction
 
     def save(self) -> None:
         """Saves the state where that is due or asked for, unless its numbers are not good."""
@@ -408,11 +429,19 @@ def evaluates_first(config: ResolvedConfig, start: StartPoint) -> bool:
 def _evaluation(
     step: Step,
     held_out: Mapping[str, Loader[HeldOutBatches]],
+    sources: Collection[str],
     executor: concurrent.futures.Executor,
 ) -> Evaluation:
     params = step.abstract_state().trained
     sets = {name: loader.iterate for name, loader in held_out.items()}
-    return Evaluation(step.evaluate, params, step.abstract_batch, sets, sets, executor)
+    return Evaluation(step.evaluate, params, step.abstract_batch, sets, sources, executor)
+
+
+def _done(state: TrainState) -> concurrent.futures.Future[TrainState]:
+    """The future of a state that is there."""
+    future: concurrent.futures.Future[TrainState] = concurrent.futures.Future()
+    future.set_result(state)
+    return future
 
 
 def _together(status: ExitStatus) -> ExitStatus:
@@ -455,27 +484,3 @@ def _timed(folder: pathlib.Path, clock: WallClock, start: StartPoint) -> Iterato
     if main:
         with warned(folder / "goodput.png", cluster.log):
             plot_goodput(folder)
-
-
-def _write_settings(
-    config: ResolvedConfig,
-    requested: PipelineConfig,
-    folder: pathlib.Path,
-    weights: PublishedWeights | None,
-) -> None:
-    """Writes, in process 0, config.json, the small files of a published model, and op_times.json
-    for op times that were not `requested` by the user."""
-    if not cluster.is_main():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with warned(folder / CONFIG_FILE, cluster.log):
-        replace_text(folder / CONFIG_FILE, config_text(config))
-    if weights:
-        with warned(folder / source_files.SOURCE, cluster.log):
-            weights.keep(folder)
-    if stored_op_times.worth_storing(config.mesh, config.pipeline, requested):
-        devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-        with warned(folder / stored_op_times.OP_TIMES, cluster.log):
-            stored_op_times.store(
-                folder, config.pipeline.times, stored_op_times.depend_on(config), devices
-            )

@@ -30,11 +30,13 @@ from jaxtrain.config import (
     get,
     replace,
 )
-from jaxtrain.config.phases import rate_lines, spans
+from jaxtrain.config.phases import rate_lines, span_at, spans
+from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.data.loader import make_loaders, prepare_corpora
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.phases.run_state import state_on_disk
+from jaxtrain.phases.run_state import state_on_disk, until_exhausted
+from jaxtrain.phases.span_programs import SpanPrograms
 from jaxtrain.phases.start_lines import introduction, when_compiled
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -42,7 +44,6 @@ from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Phase, WallClock
-from jaxtrain.training.compiled_step import start_compiling
 from jaxtrain.training.step import make_step
 from jaxtrain.training.update.optimizer import learning_rate
 
@@ -93,7 +94,6 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
     checkpoints = open_folder(run, before=at)
     values = cluster.from_main(lambda: _read(folder, checkpoints.directory, at), ReplayError)
     recorded = Recorded(**values | {"batches": dict(values["batches"])})
-    refuse_another_rate(config, at, recorded.learning_rate, folder)
     # The newest checkpoint before the step, so that as few steps as possible are repeated.
     chosen = checkpoints.choose()
     if not chosen.start.resumes:
@@ -101,20 +101,24 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
             f"--replay={at}: {checkpoints.directory} has no complete checkpoint before step {at}"
         )
     corpora = prepare_corpora(config.data, config.model.vocab_size, config.train)
-    chosen.check_corpora(corpora)
+    content = TrainingBatches(corpora, spans(config))
+    chosen.check_corpora(content)
+    config = until_exhausted(config, content)
+    refuse_another_rate(config, at, recorded.learning_rate, folder)
     chosen.log_changes()
     clock.enter(Phase.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
         step = make_step(config, mesh, run.setup)
         tokens, replicas = step.abstract_batch["tokens"], step.separate_replicas
-        data, _ = make_loaders(corpora, config.data, spans(config), tokens, replicas, 0)
+        data, _ = make_loaders(content, config.data, tokens, replicas, 0)
         with data, state_on_disk(step):
-            compiling = start_compiling(step, executor)
+            programs = SpanPrograms(config, step)
+            compiling = programs.start(chosen.start.meta.position, executor)
             clock.enter(Phase.COMPILING)
-            cluster.log(*introduction(config, step), *corpora.describe())
-            programs = when_compiled(step, clock, compiling)
-            state, start = chosen.restore(step, corpora)
+            cluster.log(*introduction(*programs.first), *corpora.describe())
+            when_compiled(step, clock, compiling)
+            state, start = chosen.restore(step, content)
             intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
             numbers = batches_of(range(start.step + 1, at + 1), start.meta.position, recorded)
             cluster.log(
@@ -125,9 +129,10 @@ def replay(run: PreparedRun, at: int, clock: WallClock) -> ExitStatus:
             # uses the folder meanwhile removes them.
             clock.enter(Phase.STEPPING)
             for done, number in enumerate(numbers, start.step + 1):
-                state, metrics = programs.take(state, data.batch(number))
-                if programs.exchange and intervals.exchanges(done):
-                    state = programs.exchange(state)
+                of_span = programs.of(span_at(programs.spans, number))
+                state, metrics = of_span.take(state, data.batch(number))
+                if of_span.exchange and intervals.exchanges(done):
+                    state = of_span.exchange(state)
             metrics = step.combine_metrics(metrics) if step.combine_metrics else metrics
             figures = {name: float(metrics[name]) for name in FIGURES}
     # A different mesh sums in another order, which is no difference that a user has to look into.

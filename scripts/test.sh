@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lint, format, types and tests: scripts/test.sh [--full [--part=K/N]] [arguments of pytest].
 #
-# --full adds the tests that take long, and installs the compilers, the object store and transformers, which some of them need; --part=2/4
-# runs the second of four parts.
+# --full adds the tests that take long, and installs the compilers, the object store, transformers and the owners of formats of data, which
+# some of them need; --part=2/4 runs the second of four parts.
 # There are as many workers as cores; JAXTRAIN_TEST_WORKERS says otherwise.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
@@ -11,6 +11,7 @@ if [[ " $* " == *" --full "* ]]; then
     prepare_folder .venv-compilers requirements/compilers.txt
     prepare_folder .venv-store requirements/store.txt
     prepare_folder .venv-transformers requirements/transformers.txt
+    prepare_folder .venv-formats requirements/formats.txt
 fi
 cd "$root"
 # Test files and the package are compiled once, not by each worker and each command of a test.

@@ -67,7 +67,7 @@ class RunCheckpoints:
     the program.
 
     Args:
-      candidates: among which the run has found its start; they have its config, corpora and step.
+      candidates: among which the run has found its start; they have its config, batches and step.
       start: the step that the run starts from.
       detector: decides whether the run's numbers may be saved; its state is saved with them.
       wall_s: returns the seconds that the run has taken, over all its starts.
@@ -86,7 +86,7 @@ class RunCheckpoints:
     ):
         folder, self._step = candidates.chosen.folder, candidates.step
         self._directory, self._config = folder.directory, folder.run.config
-        self._corpora, self._new_state = candidates.corpora, candidates.new_state
+        self._corpora, self._new_state = candidates.batches.corpora, candidates.new_state
         self._detector, self._wall_s = detector, wall_s
         self._finite = Finiteness(self._step.mesh)
         settings = self._config.checkpoint

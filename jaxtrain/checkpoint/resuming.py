@@ -39,6 +39,7 @@ from jaxtrain.checkpoint.regions import Shards, stored_arrays
 from jaxtrain.checkpoint.restoring import restore, wrong_arrays
 from jaxtrain.checkpoint.saving import check_orbax
 from jaxtrain.checkpoint.steps import (
+    IN_WINDOWS,
     NONE,
     TO_TRAIN,
     CheckpointError,
@@ -60,8 +61,10 @@ from jaxtrain.config import (
     suggestion,
 )
 from jaxtrain.config.groups.mixture_settings import mixture_of
+from jaxtrain.config.phases import spans
 from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
+from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.data.corpora import Corpora
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.devices import cluster
@@ -190,15 +193,17 @@ class ChosenStep:
         source = "" if step is None else f"step {step}"
         return StartPoint(step or 0, self.choice.meta, source, self.choice.unrecognized)
 
-    def check_corpora(self, corpora: Corpora) -> None:
-        """Raises ConfigError if a corpus of the checkpoint is another one at another path,
-        DataError if it has changed. A corpus may have moved."""
+    def check_corpora(self, batches: TrainingBatches) -> None:
+        """Raises ConfigError if a corpus of the checkpoint is another one at another path, or if
+        its batches had other sources, DataError if a corpus has changed. A corpus may have
+        moved."""
         meta = self.choice.meta
         if not self.choice.step:
             return  # a published model's checkpoint of step 0 has seen no corpus
-        stored_sources = {one.name: one for one in mixture_of(meta.stored_config().data)}
+        config = meta.stored_config()
+        stored_sources = {one.name: one for one in mixture_of(config.data)}
         stored_checksums = meta.checksums or {"": meta.checksum}
-        for source, corpus in corpora.pairs():
+        for source, corpus in batches.corpora.pairs():
             before = stored_checksums.get(source.name, corpus.checksum)
             if corpus.checksum == before:
                 continue
@@ -218,6 +223,23 @@ class ChosenStep:
                 f"{source.setting}={corpus.source} has changed since the checkpoint {checksums}: "
                 "put it back or use another --workdir"
             )
+        stored_mixture = tuple(stored_sources.values())
+        corpora = Corpora(stored_mixture, batches.corpora.corpora[: len(stored_mixture)])
+        as_stored = TrainingBatches(corpora, spans(config))
+        if as_stored.history(meta.position) != batches.history(meta.position):
+            rule = (
+                f"cannot continue a checkpoint of {meta.position} batches, which had sequences of "
+                "other sources (weight, epochs, exhausted)"
+            )
+            changes = {"data.sources": config.data.sources}
+            raise ConfigError(
+                "data.sources", self.folder.run.config.data.sources, rule, fixes=[changes]
+            )
+        if meta.version < IN_WINDOWS and batches.windows > 1:
+            cluster.log(
+                "warning: the order of sequences in a corpus of this size has changed since the "
+                "checkpoint was written: this epoch repeats some and passes over others"
+            )
 
     def log_changes(self) -> None:
         """Lists the settings that differ from those of the checkpoint."""
@@ -230,11 +252,11 @@ class ChosenStep:
             )
 
     def candidates(
-        self, step: Step, corpora: Corpora, new_state: Callable[[], TrainState]
+        self, step: Step, batches: TrainingBatches, new_state: Callable[[], TrainState]
     ) -> "Candidates":
         """This checkpoint, and the local ones that are newer.
 
-        step: knows the state's layout; corpora: the run's, as checked; new_state: as in Candidates
+        step: knows the state's layout; batches: the run's, as checked; new_state: as in Candidates
 
         Raises CheckpointError if the run's id can be neither read nor written.
         """
@@ -248,19 +270,19 @@ class ChosenStep:
             )
             shards = Shards(stored_arrays(*stored_state(step)))
             files = LocalFiles(pathlib.Path(run.config.checkpoint.local) / name, shards)
-            why_not = functools.partial(self._why_not_local, corpora)
+            why_not = functools.partial(self._why_not_local, batches.corpora)
             steps = files.candidates(self.start.step, run.config.train.steps, why_not)
             local = LocalCandidates(files, start_id, steps)
-        return Candidates(self, step, corpora, new_state, local)
+        return Candidates(self, step, batches, new_state, local)
 
-    def restore(self, step: Step, corpora: Corpora) -> tuple[TrainState, StartPoint]:
+    def restore(self, step: Step, batches: TrainingBatches) -> tuple[TrainState, StartPoint]:
         """The state of this checkpoint, or of the newest one before it that turns out to be
         undamaged. Arguments as of `candidates`; errors as of `choose` and `check_corpora`, because
         an older checkpoint may have other settings and another corpus."""
 
         def choose_again(damaged: Mapping[int, str]) -> StepChoice:
             chosen = self.folder.choose(damaged)
-            chosen.check_corpora(corpora)
+            chosen.check_corpora(batches)
             chosen.log_changes()
             return chosen.choice
 
@@ -307,7 +329,7 @@ class Candidates:
 
     chosen: ChosenStep
     step: Step
-    corpora: Corpora
+    batches: TrainingBatches
     new_state: Callable[[], TrainState]
     local: LocalCandidates | None
 
@@ -338,7 +360,7 @@ class Candidates:
             start = StartPoint(local.step, local.meta, source, unrecognized)
             return with_working(self.step.layout, stored), start
         if self.chosen.start.resumes:
-            return self.chosen.restore(self.step, self.corpora)
+            return self.chosen.restore(self.step, self.batches)
         return (initial.result() if initial else self.new_state()), self.chosen.start
 
 

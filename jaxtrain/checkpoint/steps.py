@@ -36,6 +36,7 @@ ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 STEP_NAME = re.compile("0|[1-9][0-9]{0,9}")
 
 VERSION = 4  # of the metas that this code writes
+IN_WINDOWS = 4  # from this one on large corpora are read in windows (data/order.py)
 # Groups of a state's arrays, before the "/" of their names: the parameters of all replicas, and
 # those of independent replicas' last exchange (training/update/diloco.py).
 PARAMETERS, ANCHOR = "params", "anchor"

@@ -7,7 +7,16 @@ from jaxtrain.config.groups.phase_settings import Span, phases_of, span_at, span
 from jaxtrain.config.paths import replace
 from jaxtrain.config.states import Config
 
-__all__ = ["RateLine", "Span", "config_of", "largest_span", "rate_lines", "span_at", "spans"]
+__all__ = [
+    "RateLine",
+    "Span",
+    "config_of",
+    "largest_of",
+    "longest_sequence",
+    "rate_lines",
+    "span_at",
+    "spans",
+]
 
 
 class RateLine(NamedTuple):
@@ -24,11 +33,6 @@ def spans(config: Config) -> tuple[Span, ...]:
     return spans_of(config.data, config.train)
 
 
-def largest_span(config: Config) -> Span:
-    """The span with most tokens in a batch; of several, the first."""
-    return max(spans(config), key=lambda span: span.batch_tokens)
-
-
 def config_of(config: Config, span: Span) -> Config:
     """The config whose step takes the batches of a span: a plain config without phases."""
     sizes = {
@@ -37,6 +41,20 @@ def config_of(config: Config, span: Span) -> Config:
         "train.phases": (),
     }
     return replace(config, sizes)
+
+
+def longest_sequence(config: Config) -> int:
+    """The tokens of the longest sequences of a run."""
+    return max(span.sequence_length for span in spans(config))
+
+
+def largest_of(config: Config) -> tuple[Config, str]:
+    """The config of the span with most tokens in a batch, and a line about it; without phases the
+    config and ""."""
+    if not config.train.phases:
+        return config, ""
+    span = max(spans(config), key=lambda span: span.batch_tokens)
+    return config_of(config, span), f"train.phases: of the largest batches, {span.describe()}"
 
 
 def rate_lines(config: Config) -> tuple[RateLine, ...]:

@@ -22,7 +22,7 @@ from jaxtrain.data.corpora import Corpora, ValidationSet
 from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.document_packing import SequenceArrays, Sequences
 from jaxtrain.data.mixture import Segment, in_parts
-from jaxtrain.data.order import Order
+from jaxtrain.data.order import WINDOW, Order
 from jaxtrain.data.row_log import ReadSequence
 from jaxtrain.data.split import Stream
 from jaxtrain.data.tokenizer import DataError
@@ -157,17 +157,31 @@ class TrainingBatches:
         for corpus in self.corpora.corpora:
             corpus.check_whole()
 
-    def end(self) -> tuple[int, str] | None:
-        """The number of whole batches before sources are exhausted, and the setting of the last
-        one, if that is before the last span's end."""
+    def end(self) -> tuple[MixtureSource, int] | None:
+        """The source that ends the run, and the number of whole batches before that, if it is
+        before the last span's end."""
         total = self.spans[-1].rows_before(self.spans[-1].end)
         segment = self._segment(total - 1)
         if segment.parts:
             return None
         assert self._exhausted
         span = next(s for s in reversed(self.spans) if s.rows <= segment.first)
-        batches = span.begin + (segment.first - span.rows) // span.batch_size
-        return batches, self._exhausted.setting
+        return self._exhausted, span.begin + (segment.first - span.rows) // span.batch_size
+
+    @property
+    def windows(self) -> int:
+        """The number of windows of the largest source."""
+        groups = max(len(order.sequences.packing.firsts) - 1 for order in self._orders)
+        return -(-groups // WINDOW)
+
+    def history(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The mixtures of all batches before one: the number of the first sequence of each, and
+        the weights of its sources up to the last one with a weight."""
+        number = span_at(self.spans, batch).rows_before(batch)
+        self._segment(max(0, number - 1))
+        past = [segment for segment in self._segments if segment.first < number]
+        last = lambda parts: max((k + 1 for k, part in enumerate(parts) if part), default=0)
+        return [(segment.first, segment.parts[: last(segment.parts)]) for segment in past]
 
     def _segment(self, number: int) -> Segment:
         """The segment of a sequence, by its number among all."""
@@ -222,20 +236,20 @@ class HeldOutBatches:
     """The batches of a validation set, which is read once, in the order of its corpus. Nothing is
     in the last batch after its end.
 
-    data: sequence_length, batch_size, attend_across_documents and packing are used
+    data: of the run: sequence_length, batch_size and attend_across_documents are used
     most: the largest number of batches; None: the entire set. Their sequences are spread evenly
         over it, because its first ones may all be of one document
     """
 
     def __init__(self, name: str, held_out: ValidationSet, data: Any, most: int | None = None):
-        self._name, self._corpus, self._stream = name, held_out.corpus, held_out.stream
+        self._name, self._corpus = name, held_out.corpus
         self._sequences = Sequences(
             held_out.corpus,
             held_out.stream,
             data.sequence_length,
             data.attend_across_documents,
             padded=True,
-            packing=data.packing,
+            packing=held_out.source.data.packing,
         )
         available = -(-len(self._sequences) // data.batch_size)
         self.batches = available if most is None else min(most, available)
@@ -265,7 +279,8 @@ class HeldOutBatches:
 
     def remarks(self) -> list[str]:
         """A line of text about a set without tokens."""
-        few = f"corpus: the validation split has {len(self._stream):,} tokens"
+        whose = f"validation set {self._name}" if self._name else "corpus: the validation split"
+        few = f"{whose} has {len(self._sequences.stream):,} tokens"
         return [] if len(self._sequences) else [f"{few}: there is nothing to evaluate on"]
 
     def check_whole(self) -> None:

@@ -58,7 +58,8 @@ class BestFit:
 
     def group_range(self, group: int) -> tuple[int, int]:
         pieces = self._pieces(group)
-        return int(pieces[0, 0]), int(pieces[:, 1].max())
+        end = min((group + 1) * self._tokens, len(self._stream))  # also of a group without pieces
+        return int(pieces[:, 0].min(initial=end)), int(pieces[:, 1].max(initial=end))
 
     def _pack(self, group: int) -> list[np.ndarray]:
         """The pieces of each sequence of a group, in the order of the stream, as `_pieces`."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.config import ConfigError
-from jaxtrain.config.groups.mixture_settings import MixtureSource, mixture_of
+from jaxtrain.config.groups.mixture_settings import MixtureSource, mixture_of, validation_sets
 from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.mixture import PARTS, in_parts
 from jaxtrain.data.preparing.prepare import prepare
@@ -17,18 +17,22 @@ from jaxtrain.data.tokenizer import DataError, Tokenizer
 
 
 class ValidationSet(NamedTuple):
-    """Documents that a run is evaluated on."""
+    """Documents that a run is evaluated on: those that a source holds out, or a set of
+    `data.validation`."""
 
+    source: MixtureSource
     corpus: Corpus
     stream: Stream
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpora:
-    """The sources of a run's mixture, one of name "" without `data.sources`, and their corpora."""
+    """The sources of a run's mixture, one of name "" without `data.sources`, and their corpora; and
+    the sets of `data.validation`."""
 
     sources: tuple[MixtureSource, ...]
     corpora: tuple[Corpus, ...]
+    named_sets: tuple[ValidationSet, ...] = ()
 
     def pairs(self) -> list[tuple[MixtureSource, Corpus]]:
         """Each source with its corpus."""
@@ -53,12 +57,13 @@ class Corpora:
 
     @functools.cached_property
     def validation_sets(self) -> Mapping[str, ValidationSet]:
-        """Name → set: the parts that sources hold out, under their names."""
-        return {
-            source.name: ValidationSet(corpus, corpus.validation)
+        """Name → set: the parts that sources hold out, under their names, then the others."""
+        held_out = [
+            ValidationSet(source, corpus, corpus.validation)
             for source, corpus in self.pairs()
             if source.data.validation_fraction > 0
-        }
+        ]
+        return {each.source.name: each for each in (*held_out, *self.named_sets)}
 
     def describe(self) -> list[str]:
         """Lines of text: the sources, and their weights in the mixture."""
@@ -67,21 +72,33 @@ class Corpora:
             source.name and f"{source.name}, weight {weight / PARTS:.6g} ({weight:,}/{PARTS:,}): "
             for source, weight in zip(self.sources, weights, strict=True)
         ]
-        return [name + one.describe() for name, one in zip(names, self.corpora, strict=True)]
+        lines = [name + one.describe() for name, one in zip(names, self.corpora, strict=True)]
+        return lines + [
+            f"validation set {each.source.name}: {len(each.stream):,} tokens from "
+            f"{each.corpus.source}"
+            for each in self.named_sets
+        ]
 
 
 def prepare_all(data: Any, vocab_size: int, progress: bool = True) -> Corpora:
     """The corpora of a `data` config, prepared now where the cache does not have them. Arguments
     and errors as of `prepare`; ConfigError too for two tokenizers in one mixture."""
     sources = mixture_of(data)
-    corpora = Corpora(sources, tuple(_prepare(one, vocab_size, progress) for one in sources))
-    for source, corpus in corpora.pairs():
+    of_sources = tuple(_prepare(one, vocab_size, progress) for one in sources)
+    sets = []
+    for one in validation_sets(data):
+        corpus = _prepare(one, vocab_size, progress)
+        # without a fraction of its own the set is its entire corpus, of which all is to be trained
+        held_out = one.data.validation_fraction > 0
+        sets.append(ValidationSet(one, corpus, corpus.validation if held_out else corpus.train))
+    corpora = Corpora(sources, of_sources, tuple(sets))
+    for source, corpus in (*corpora.pairs(), *(one[:2] for one in sets)):
         if _identity(corpus.tokenizer) != _identity(corpora.tokenizer):
             raise ConfigError(
                 f"{source.setting}.tokenizer",
                 source.data.tokenizer,
                 f"is another tokenizer than that of {sources[0].setting}, "
-                f"{sources[0].data.tokenizer!r}: a mixture has one",
+                f"{sources[0].data.tokenizer!r}: a run has one",
             )
     return corpora
 
@@ -106,7 +123,8 @@ def errors_of(source: MixtureSource) -> Iterator[None]:
         if not source.name or f"{error}".startswith(source.setting):
             raise
         text = f"{error}".removeprefix("data.source=")
-        raise DataError(f"{source.setting}{': ' if text == str(error) else '='}{text}") from error
+        error.args = (f"{source.setting}{': ' if text == str(error) else '='}{text}",)
+        raise
 
 
 def _identity(tokenizer: Tokenizer) -> dict[str, Any]:

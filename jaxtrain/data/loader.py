@@ -44,7 +44,7 @@ def prepare_corpora(data: DataConfig, vocab_size: int, train: TrainConfig) -> Co
     cluster.agree(
         {
             f"{source.name or 'corpus'}": f"{corpus.checksum[:12]}{cluster.PLACE}{corpus.source}"
-            for source, corpus in corpora.pairs()
+            for source, corpus in (*corpora.pairs(), *(each[:2] for each in corpora.named_sets))
         }
     )
     if train.sample_tokens:
@@ -226,15 +226,14 @@ def _local_places(
 
 
 def make_loaders(
-    corpora: Corpora,
+    batches: TrainingBatches,
     data: DataConfig,
-    spans: Sequence[Span],
     like: jax.ShapeDtypeStruct,
     replicas: int,
     eval_batches: int,
     rows_folder: pathlib.Path | None = None,
 ) -> tuple[Loader[TrainingBatches], dict[str, Loader[HeldOutBatches]]]:
-    """The loader of training batches, and name → loader of each validation set.
+    """The loader of a run's batches, and name → loader of each validation set of its corpora.
 
     like: an array of a batch, [microbatches, sequences, tokens] with a NamedSharding
     replicas: those that train separately
@@ -250,6 +249,6 @@ def make_loaders(
     )
     held_out = {
         name: load(HeldOutBatches(name, one, data, eval_batches))
-        for name, one in corpora.validation_sets.items()
+        for name, one in batches.corpora.validation_sets.items()
     }
-    return load(TrainingBatches(corpora, spans), log=log), held_out
+    return load(batches, log=log), held_out

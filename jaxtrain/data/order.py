@@ -14,7 +14,7 @@ anew, and the epochs after it are those of the entire stream.
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -48,12 +48,14 @@ class Window(NamedTuple):
     firsts: np.ndarray
     offsets: np.ndarray
 
-    def sequence(self, place: int) -> int:
-        """The sequence at a place of the window."""
-        size = int(self.offsets[-1])
-        shuffled = index_shuffle(place, max_index=size - 1, seed=self.seed, rounds=4)
-        group = int(np.searchsorted(self.offsets, shuffled, "right")) - 1
-        return int(self.firsts[group]) + shuffled - int(self.offsets[group])
+    def sequences(self, places: Iterable[int]) -> np.ndarray:
+        """[places] int64: the sequences at some places of the window."""
+        last = int(self.offsets[-1]) - 1
+        shuffled = np.array(
+            [index_shuffle(i, max_index=last, seed=self.seed, rounds=4) for i in places]
+        )
+        group = np.searchsorted(self.offsets, shuffled, "right") - 1
+        return self.firsts[group] + shuffled - self.offsets[group]
 
 
 class EpochOrder:
@@ -62,13 +64,18 @@ class EpochOrder:
     def __init__(self, sequences: Sequences, seed: int):
         self.sequences, self._seed = sequences, seed
         self._firsts, self._sizes = sequences.packing.firsts, np.diff(sequences.packing.firsts)
-        # a new permutation takes long with many groups, and a batch has sequences of two at most
+        # Permutations of many groups take long. Batches that are read ahead have sequences of few
+        # epochs and windows.
         self._windows = functools.lru_cache(2)(self._windows_of)
+        self._window = functools.lru_cache(8)(self._window_of)
 
     def window(self, epoch: int, place: int) -> Window:
         """The window with the sequence at a place of an epoch."""
+        _, places = self._windows(epoch)
+        return self._window(epoch, int(np.searchsorted(places, place, "right")) - 1)
+
+    def _window_of(self, epoch: int, number: int) -> Window:
         groups, places = self._windows(epoch)
-        number = int(np.searchsorted(places, place, "right")) - 1
         inside = np.sort(groups[number * WINDOW : (number + 1) * WINDOW])
         offsets = np.append(0, np.cumsum(self._sizes[inside]))
         seed = (self._seed + epoch) % 2**32
@@ -79,17 +86,18 @@ class EpochOrder:
     def sequence(self, epoch: int, place: int) -> int:
         """The sequence at a place of an epoch."""
         window = self.window(epoch, place)
-        return window.sequence(place - window.place)
+        return int(window.sequences([place - window.place])[0])
 
     def unread(self, epoch: int, place: int) -> Stream:
         """The tokens of the sequences from a place of an epoch on, and of none."""
         packing, stream = self.sequences.packing, self.sequences.stream
-        groups, places = self._windows(epoch)
+        groups, begins = self._windows(epoch)
         window = self.window(epoch, place)
-        later = groups[WINDOW * int(np.searchsorted(places, place, "right")) :]
+        later = groups[WINDOW * int(np.searchsorted(begins, place, "right")) :]
         ranges = [packing.group_range(group) for group in later.tolist()]
-        for i in range(place - window.place, int(window.offsets[-1])):
-            ranges += packing.ranges(window.sequence(i))
+        places = range(place - window.place, int(window.offsets[-1]))
+        for number in window.sequences(places).tolist():
+            ranges += packing.ranges(number)
         packed = packing.group_range(len(groups) - 1)[1]
         if packed < len(stream):
             ranges.append((packed - 1, len(stream)))

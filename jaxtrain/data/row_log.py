@@ -124,22 +124,23 @@ def check_rows(workdir: str | os.PathLike) -> dict[str, SourceRows]:
 
 def _source_rows(sequences: list[ReadSequence]) -> SourceRows:
     """What was read of a source. Raises ValueError for a token that an epoch has twice or lacks."""
-    source, first, last = sequences[0].source, sequences[0], sequences[-1].epoch
-    everything, tokens = _predicted(sequences), 0
-    for epoch, some in itertools.groupby(sequences, lambda one: one.epoch):
+    source, epochs = sequences[0].source, itertools.groupby(sequences, lambda one: one.epoch)
+    everything, tokens, lacking, lengths = _predicted(sequences), 0, {}, {}
+    for epoch, some in epochs:
         alike = [*some]
         # A corpus that is shorter than a sequence is repeated in it.
-        read = [_predicted([one]) for one in alike]
-        of_epoch, tokens = _predicted(alike), tokens + sum(read)
-        if of_epoch < sum(read):
+        read = sum(_predicted([one]) for one in alike)
+        if (of_epoch := _predicted(alike)) < read:
             raise ValueError(f"epoch {epoch} of source {source!r} has a token twice")
-        longest = max(sum(high - low for low, high in one.ranges) for one in alike)
-        is_whole = epoch < last and (epoch > first.epoch or not first.ordinal)
-        if is_whole and everything - of_epoch >= longest:
-            raise ValueError(
-                f"epoch {epoch} of source {source!r} lacks {everything - of_epoch} tokens"
-            )
-    return SourceRows(len(sequences), tokens, last - first.epoch + 1)
+        tokens += read
+        lacking[epoch] = everything - of_epoch
+        lengths[epoch] = max(sum(high - low for low, high in one.ranges) for one in alike) - 1
+    # The rest of an epoch is shorter than a sequence, which may be as long as the next epoch's.
+    whole = list(lengths)[bool(sequences[0].ordinal) : -1]
+    for epoch in whole:
+        if lacking[epoch] >= max(lengths[epoch], lengths.get(epoch + 1, 0)):
+            raise ValueError(f"epoch {epoch} of source {source!r} lacks {lacking[epoch]} tokens")
+    return SourceRows(len(sequences), tokens, len(lengths))
 
 
 def _predicted(sequences: list[ReadSequence]) -> int:

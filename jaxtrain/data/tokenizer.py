@@ -18,6 +18,7 @@ import functools
 import hashlib
 import os
 import pathlib
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -182,7 +183,8 @@ class FileTokenizer:
             raise DataError(
                 f"data.tokenizer={self.path} cannot encode a text: {_first_line(error)}"
             ) from error
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        # array reads a list of Python's numbers twice as fast as NumPy does
+        return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids, without the ends of documents. Ids that stand for no text are left

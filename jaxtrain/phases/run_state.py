@@ -1,10 +1,11 @@
-"""The state of a run before its first step: of a published model, or from the seed; and the file of
-a state on disk."""
+"""The state of a run before its first step: of a published model, or from the seed; the file of a
+state on disk; and the run's last step."""
 
 import contextlib
 from collections.abc import Iterator
 
-from jaxtrain.config import ResolvedConfig
+from jaxtrain.config import ConfigError, ResolvedConfig, with_values
+from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import StateFileError
 from jaxtrain.hf import importing
@@ -12,6 +13,22 @@ from jaxtrain.hf.tokenizer_files import tokenizer_of_run
 from jaxtrain.run.exit_status import RunError
 from jaxtrain.training.state import TrainState, initial_state
 from jaxtrain.training.step import Step
+
+
+def until_exhausted(config: ResolvedConfig, batches: TrainingBatches) -> ResolvedConfig:
+    """The config of a run that ends where its sources do, which is logged. Raises ConfigError if
+    that is before its first step."""
+    if (end := batches.end()) is None:
+        return config
+    source, steps = end
+    rule = f"of {source.setting} end after {steps} batches"
+    if not steps:
+        raise ConfigError("data.sources", config.data.sources, f"has no batch: the epochs {rule}")
+    cluster.log(
+        f"the {source.epochs:g} epochs {rule}, and so does the run, not at "
+        f"train.steps={config.train.steps}"
+    )
+    return with_values(config, train=with_values(config.train, steps=steps))
 
 
 @contextlib.contextmanager

@@ -135,15 +135,19 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
         if settings.jax_enable_compilation_cache
         else " (again at each start: compiled programs are not kept)"
     )
-    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{not_kept}"]
-    if memory := compiled_memory(compiled):
-        state = mebibytes(bytes_per_device(step.abstract_state()))
-        lines.insert(
-            0,
-            f"memory per device as compiled: {mebibytes(memory['total'])} MiB ({state} of state, "
-            f"{mebibytes(memory['temporary'])} temporary)",
-        )
-    return lines
+    traced = f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{not_kept}"
+    return [*memory_lines(step, compiled), traced]
+
+
+def memory_lines(step: Step, compiled: Compiled) -> list[str]:
+    """A line about a compiled step's memory, if the platform reports it."""
+    if not (memory := compiled_memory(compiled)):
+        return []
+    state = mebibytes(bytes_per_device(step.abstract_state()))
+    return [
+        f"memory per device as compiled: {mebibytes(memory['total'])} MiB ({state} of state, "
+        f"{mebibytes(memory['temporary'])} temporary)"
+    ]
 
 
 def when_compiled(

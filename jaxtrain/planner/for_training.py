@@ -8,6 +8,7 @@ No other module of the planner is imported outside of it (tests/test_imports.py)
 from jaxtrain.planner.programs.measured_step import AfterWarmUp
 from jaxtrain.planner.programs.report import dry_run
 from jaxtrain.planner.search.compare import plan_at_hand
+from jaxtrain.planner.search.predict import Prediction
 from jaxtrain.planner.search.what_if import fitting
 
-__all__ = ["AfterWarmUp", "dry_run", "fitting", "plan_at_hand"]
+__all__ = ["AfterWarmUp", "Prediction", "dry_run", "fitting", "plan_at_hand"]

@@ -144,7 +144,7 @@ class Progress:
         begin, since = self._first_lap or (self._step, 0.0)
         if begin != self._step and self._step < self._total:
             seconds = (self._clock() - since) / (self._step - begin) * (self._total - self._step)
-            texts["left"] = f"{_duration(seconds)} left"
+            texts["left"] = f"{duration(seconds)} left"
         return {name: text for name, text in texts.items() if text}
 
     def _draw(self) -> None:
@@ -194,7 +194,7 @@ def bar_line(step: int, total: int, parts: dict[str, str], width: int) -> str:
     return f"{count} |{bar}| {rest}".rstrip()
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """4:50, or 1:04:50."""
     whole_minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(whole_minutes, 60)
@@ -232,7 +232,7 @@ class SearchProgress:
         now = self._clock()
         if not self._shown or now < self._next:
             return
-        text = f"{what}, {_duration(int(now - self._began))}"
+        text = f"{what}, {duration(int(now - self._began))}"
         if self._line.is_live:
             filled = int(SEARCH_BAR * done)
             self._line.draw(

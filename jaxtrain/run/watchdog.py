@@ -81,6 +81,10 @@ class Patience:
         self.step, self._since = step, now
         self._finished += 1
 
+    def expect_longer(self) -> None:
+        """The next steps are others: their first one may be as long as that of a start."""
+        self._finished = 0
+
     def suspended(self, seconds: float) -> None:
         """Notes that the process did not run for so long, so that nothing was late."""
         self._since += seconds
@@ -175,6 +179,10 @@ class Watchdog:
         """Notes that the results of a step have come; at the first call, the step that the start
         goes on from."""
         self._patience.finished(step, time.monotonic())
+
+    def expect_longer(self) -> None:
+        """The next steps are others: their first one may be as long as that of a start."""
+        self._patience.expect_longer()
 
     def say_bye(self, status: int, text: str) -> None:
         """Tells the others that this process ends, and why."""

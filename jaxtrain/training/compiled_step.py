@@ -8,6 +8,7 @@ wait for each other without their devices (devices/cluster.py).
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jax.stages import Compiled
 
@@ -41,23 +42,35 @@ def start_compiling(
     """Traces the programs of a step; the future has them compiled."""
     # Tracing needs the mesh and the main thread's context; compiling takes most of the time, and
     # XLA leaves Python free meanwhile.
-    train = step.lower()
-    exchange = step.exchange.lower(step.abstract_state()) if step.exchange else None
-    compile_streamed = step.streamed.lower() if step.streamed else None
+    return executor.submit(trace(step))
+
+
+def trace(step: Step, name: str = "step", like: Programs | None = None) -> Callable[[], Programs]:
+    """Traces the programs of a step, in a thread that has its mesh; the function compiles them.
+
+    name: of the step's program, used once
+    like: those of a step with batches of another shape, whose other programs serve this one, too
+    """
+    train, shares = step.lower(), like is not None
+    exchange = step.exchange.lower(step.abstract_state()) if step.exchange and not shares else None
+    compile_streamed = step.streamed.lower() if step.streamed and not shares else None
 
     def compile_all() -> Programs:
         # The same order in all processes, for each name is a barrier.
-        compiled = cluster.compile_everywhere("step", train)
+        compiled = cluster.compile_everywhere(name, train)
         several = CompiledSteps(compiled, step.steps_per_program) if step.several else None
-        take = compile_streamed(compiled) if compile_streamed else compiled
-        return Programs(
-            compiled,
-            several.take if several else take,
-            cluster.compile_everywhere("exchange", exchange) if exchange else None,
-            several,
-        )
+        take: Any = several.take if several else compiled
+        if compile_streamed:
+            take = compile_streamed(compiled)
+        if not like:
+            exchanges = cluster.compile_everywhere("exchange", exchange) if exchange else None
+            return Programs(compiled, take, exchanges, several)
+        if step.streamed:
+            of_like: Any = like.take
+            take = dataclasses.replace(of_like, gradients=compiled)
+        return dataclasses.replace(like, train=compiled, take=take, several=several)
 
-    return executor.submit(compile_all)
+    return compile_all
 
 
 def compiled_memory(compiled: Compiled) -> dict[str, int] | None:

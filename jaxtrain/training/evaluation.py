@@ -34,7 +34,7 @@ class Evaluation:
       params: the parameters as ShapeDtypeStructs with shardings.
       batch: a batch's arrays as ShapeDtypeStructs with shardings.
       sets: name → function that gives the batches of a validation set, from the first one.
-      held_out: the names of those that sources hold out.
+      sources: the names of the sources, whose sets are what they hold out.
       executor: its thread compiles the program.
     """
 
@@ -44,11 +44,11 @@ class Evaluation:
         params: Any,
         batch: Mapping[str, jax.ShapeDtypeStruct],
         sets: Mapping[str, Callable[[], Iterable[Mapping[str, jax.Array]]]],
-        held_out: Collection[str],
+        sources: Collection[str],
         executor: concurrent.futures.Executor,
     ):
         self._evaluate, self._params, self._batch = evaluate, params, batch
-        self._sets, self._held_out, self._executor = sets, held_out, executor
+        self._sets, self._sources, self._executor = sets, sources, executor
         self._compiling: concurrent.futures.Future[Compiled] | None = None
         self._has_run = False
 
@@ -65,7 +65,8 @@ class Evaluation:
         }
         # From here on the host waits. After the first batch it has only dispatched.
         means = {name: _mean(losses) for name, losses in of_batches.items()}
-        mean = _mean([*itertools.chain(*(of_batches[name] for name in self._held_out))])
+        held_out = [losses for name, losses in of_batches.items() if name in self._sources]
+        mean = _mean([*itertools.chain(*held_out)])
         if mean is None:
             mean = _mean([*itertools.chain(*of_batches.values())])
         return ValidationLosses(mean, {k: v for k, v in means.items() if k and v is not None})

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.config.phases import Span, span_at
 from jaxtrain.devices import cluster
 from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.intervals import Intervals
@@ -67,7 +68,7 @@ class Speedometer:
     def __init__(
         self, tokens_per_step: int, tokens_at_peak: float | None, start: int, clock: WallClock
     ):
-        self.tokens_per_step, self._tokens_at_peak = tokens_per_step, tokens_at_peak
+        self._tokens_per_step, self._tokens_at_peak = tokens_per_step, tokens_at_peak
         self._timer = StepTimer(start, clock=lambda: clock.spent(*STEPS))
         self.lap, self.restart = self._timer.lap, self._timer.restart
 
@@ -79,8 +80,13 @@ class Speedometer:
         """The mean over the steps since the last call."""
         return self._speed(self._timer.since_asked())
 
+    def enter(self, tokens_per_step: int, tokens_at_peak: float | None, step: int) -> None:
+        """Goes on with other batches after a step."""
+        self._tokens_per_step, self._tokens_at_peak = tokens_per_step, tokens_at_peak
+        self.restart(step)
+
     def _speed(self, seconds: float) -> dict[str, float | None]:
-        tokens_per_s = self.tokens_per_step / seconds
+        tokens_per_s = self._tokens_per_step / seconds
         mfu = tokens_per_s / self._tokens_at_peak if self._tokens_at_peak else None
         return {"step_time_s": seconds, "tokens_per_s": tokens_per_s, "mfu": mfu}
 
@@ -91,6 +97,7 @@ class Reporter:
     logs and shows them.
 
     intervals: the steps that are logged.
+    spans: of the run, whose tokens are counted by steps.
     combine_metrics: as in Step.
     detector: checks every step's numbers; raises NumbersError, or sets the fault for which the run
         goes back.
@@ -103,6 +110,7 @@ class Reporter:
     """
 
     intervals: Intervals
+    spans: Sequence[Span]
     combine_metrics: Callable[[StepMetrics], StepMetrics] | None
     detector: SpikeDetector
     speedometer: Speedometer
@@ -206,7 +214,8 @@ class Reporter:
                 )
             values = {name: float(metrics[name]) for name in METRICS if name in metrics}
             asked = pending.answer()
-        values |= {"tokens": at * self.speedometer.tokens_per_step, "batch": pending.batch}
+        tokens = span_at(self.spans, at - 1).tokens_before(at)
+        values |= {"tokens": tokens, "batch": pending.batch}
         # The first results end the start of the command: it has compiled, loaded and run a step.
         if not self._has_started:
             self.progress.log(start_line(self.goodput.clock))

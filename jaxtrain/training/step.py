@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered, Wrapped
 
 from jaxtrain.config import ConfigError, DataConfig, ParallelConfig, ResolvedConfig, has_experts
+from jaxtrain.config.phases import Span, config_of, rate_lines
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import host_memory
@@ -216,14 +217,18 @@ def make_layout(config: ResolvedConfig, mesh: Mesh, setup: Setup) -> ParameterLa
     )
 
 
-def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) -> Step:
+def make_step(
+    config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None, span: Span | None = None
+) -> Step:
     """The step of a config on a mesh; nothing is compiled yet.
 
     setup: the config's tables, built now if not given.
+    span: whose batches it takes; None: those of the config's own sizes
 
     Raises ConfigError for a schedule that does not fit, and for devices that cannot use the host's
     memory.
     """
+    lines, config = rate_lines(config), config_of(config, span).resolve() if span else config
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     # First what may be refused: tables of large pipelines take seconds.
     _check_host_memory(parallel, config.pipeline.save, mesh)
@@ -240,6 +245,7 @@ def make_step(config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None) ->
         precision.moments,
         layout.offload,
         random_keys(layout, config.train.seed, ROUNDING),
+        lines,
     )
     abstract = abstract_state(layout, optimizer)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)

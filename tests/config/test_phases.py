@@ -5,7 +5,7 @@ from support.broken_settings import offer
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, TrainConfig
-from jaxtrain.config.phases import RateLine, config_of, largest_span, rate_lines, span_at, spans
+from jaxtrain.config.phases import RateLine, config_of, largest_of, rate_lines, span_at, spans
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.config.rules.unused import unused_settings
@@ -50,7 +50,9 @@ def test_phases_keep_what_they_do_not_change():
         assert span.tokens_before(span.end) == sum(s.batch_tokens for s in before)
     assert spans(config)[-2].tokens_before(76) < 400_000 <= spans(config)[-1].tokens
     assert rate_lines(config) == (RateLine(77, 100, 1e-5),)
-    assert largest_span(config).phase == "long"
+    line = "of the largest batches, 32 sequences of 256 tokens, weights 3.0+1.0 in phase long"
+    of_long = config_of(config, spans(config)[-2])
+    assert largest_of(config) == (of_long, f"train.phases: {line}")
     assert config.fill().model.max_positions == 256
     note = "train.phases: phase never never begins within train.steps=100"
     assert unused_settings(config) == [note]

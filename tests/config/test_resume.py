@@ -66,6 +66,47 @@ def test_what_can_continue():
     checks.check_resume(BASE.to_store(), cfg.replace(BASE, changes))
 
 
+MIXTURE = cfg.replace(BASE, {"data.sources": {"web": {"path": "w", "weight": 3}, "code": "c"}})
+
+
+@pytest.mark.parametrize(
+    "items, rule",
+    [
+        (("code=c", "web=w", "web.weight=3"), "cannot continue a checkpoint that has web, code as"),
+        (("web=w", "web.weight=3"), "cannot continue a checkpoint that has web, code as the first"),
+        ((), "cannot continue a checkpoint that has web, code as the first ones"),
+        (("code.text_fields=a",), "of data.sources.code.text_fields=text"),
+        (("code.weight=2",), "of 7 batches: batch 0 has .* weights 3.0.2.0, and had .* 3.0.1.0"),
+        (("wiki=w",), "of 7 batches: batch 0 has .* weights 3.0.1.0.1.0, and had .* 3.0.1.0"),
+    ],
+    ids=str,
+)
+def test_the_sources_of_the_past_stay(items, rule):
+    one = len(items) == 1
+    changed = cfg.replace(BASE, {"data.sources": (*MIXTURE.data.sources * one, *items)})
+    with pytest.raises(ConfigError, match=rf"^data.sources=.*{rule}") as error:
+        checks.check_resume(MIXTURE.to_store(), changed, position=7)
+    assert offer(error.value) == {"data.sources": MIXTURE.data.sources}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data.sources": (*MIXTURE.data.sources, "wiki=w", "wiki.weight=0")},
+        {
+            "data.sources": (*MIXTURE.data.sources, "wiki=w", "wiki.weight=0"),
+            "train.phases": {"late": {"step": 7, "weight.wiki": 2}},
+        },
+        {"data.sources": {"web": {"path": "moved", "weight": 3}, "code": "c"}},
+        {"train.phases": {"late": {"step": 7, "weight.web": 1}}},
+        {"train.phases": {"rate": {"step": 3, "learning_rate_end": 0.0}}},
+    ],
+    ids=str,
+)
+def test_weights_may_change_later(changes):
+    checks.check_resume(MIXTURE.to_store(), cfg.replace(MIXTURE, changes), position=7)
+
+
 def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
     """In the form in which it was asked for: what follows a setting needs no flag; and the mesh has
     to fit what is put back."""

@@ -86,9 +86,9 @@ def test_all_sources_leave(files):
     leaves = {"epochs": 1.0, "exhausted": "leave"}
     corpora = corpora_of(files, weights, web=leaves, code=leaves, wiki=leaves)
     batches = TrainingBatches(corpora, [span_of(weights, end=10**6)])
-    last, setting = batches.end()
+    source, last = batches.end()
     sequences = sum((len(corpus.train) - 1) // LENGTH for corpus in corpora.corpora)
-    assert last == sequences // 8 and setting == "data.sources.web"
+    assert last == sequences // 8 and source.name == "web"
 
 
 def test_an_exhausted_source_stops_the_run(files):
@@ -96,8 +96,8 @@ def test_an_exhausted_source_stops_the_run(files):
     stops = {"epochs": 2.0, "exhausted": "stop"}
     corpora = corpora_of(files, weights, web=stops, wiki=stops)
     batches = TrainingBatches(corpora, [span_of(weights)])
-    last, setting = batches.end()
-    assert setting == "data.sources.wiki"
+    source, last = batches.end()
+    assert source.name == "wiki"
     drawn = sources_of(batches, range(last))
     sequences = (len(corpora.corpora[2].train) - 1) // LENGTH
     assert 2 * sequences - 8 <= drawn.count("wiki") <= 2 * sequences and "web" not in drawn

@@ -1,5 +1,7 @@
 """The corpora of a mixture: their settings in errors, one tokenizer, lines for people."""
 
+import dataclasses
+
 import pytest
 
 from jaxtrain.config import ConfigError, DataConfig
@@ -37,6 +39,29 @@ def test_one_source_is_a_corpus(mixture, write):
     corpora = prepare_all(data, 257, progress=False)
     assert corpora.checksum == corpora.corpora[0].checksum and [*corpora.checksums] == [""]
     assert corpora.describe() == [corpora.corpora[0].describe()]
+
+
+def test_validation_sets(mixture, write):
+    """A set is its entire corpus, or the part that its own fraction holds out."""
+    data = mixture()
+    books, part = str(write("books.txt", "ab" * 500)), {"validation_fraction": 0.1}
+    data = dataclasses.replace(
+        data, validation={"books": books, "part": {"path": books, "packing": "best_fit"} | part}
+    )
+    corpora = prepare_all(data, 257, progress=False)
+    assert [*corpora.checksums] == ["web", "code"]
+    sizes = {name: len(each.stream) for name, each in corpora.validation_sets.items()}
+    assert [*sizes] == ["web", "code", "books", "part"]
+    assert (sizes["books"], sizes["part"]) == (1001, 100)
+    assert sizes["web"] == len(corpora.corpora[0].validation)
+    packing = {n: each.source.data.packing for n, each in corpora.validation_sets.items()}
+    assert packing == {"web": "stream", "code": "stream", "books": "stream", "part": "best_fit"}
+    assert corpora.describe()[2:] == [
+        f"validation set books: 1,001 tokens from {books}",
+        f"validation set part: 100 tokens from {books}",
+    ]
+    with pytest.raises(ConfigError, match=r"^data.validation.books='gone' is neither"):
+        prepare_all(dataclasses.replace(data, validation={"books": "gone"}), 257, progress=False)
 
 
 def test_errors_name_the_source(mixture, write, tokenizer_file):

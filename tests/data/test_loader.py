@@ -54,7 +54,7 @@ def load(corpus, data, split, sharding, microbatches=1, batches=None, **options)
         span = Span("", 0, 10**6, data.batch_size, data.sequence_length, (1.0,), 0, 0)
         content = TrainingBatches(Corpora((MixtureSource("", data),), (corpus,)), [span])
     else:
-        held_out = ValidationSet(corpus, corpus.validation)
+        held_out = ValidationSet(MixtureSource("", data), corpus, corpus.validation)
         content = HeldOutBatches("", held_out, data, batches)
     return Loader(content, sharding, microbatches, prefetch=data.prefetch, **options)
 
@@ -299,6 +299,39 @@ def test_another_number_of_processes_neither_repeats_nor_skips_a_sequence(
         assert sorted(order[epoch * epoch_of(loader) : (epoch + 1) * epoch_of(loader)]) == list(
             range(epoch_of(loader))
         )
+
+
+def test_the_log_proves_a_mixture_over_changes(config, write, monkeypatch, tmp_path):
+    """8, 4 and 2 processes, batches that are taken twice, other weights, batch sizes and lengths in
+    the middle of epochs: the files alone show that nothing is repeated or passed over."""
+    sources = []
+    for name, documents in (("web", 150), ("code", 60)):
+        path = write(f"{name}.txt", "".join(chr(97 + i * i % 26) for i in range(documents * 9)))
+        data = config(source=path, validation_fraction=0.0)
+        sources.append((MixtureSource(name, data), prepare(data, 257, progress=False)))
+    corpora = Corpora(*zip(*sources, strict=True))
+    spans = [
+        Span("", 0, 20, 8, 8, (0.7, 0.3), 0, 0),
+        Span("weights", 20, 45, 8, 8, (0.4, 0.6), 160, 1280),
+        Span("size", 45, 60, 16, 8, (0.4, 0.6), 360, 2880),
+        Span("length", 60, 110, 16, 16, (0.4, 0.6), 600, 4800),
+    ]
+    whole, devices_of = sharding(data=8), NamedSharding.addressable_devices_indices_map
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, block: None)
+    for start, stop, processes in ((0, 30, 8), (27, 66, 4), (66, 110, 2)):
+        for process in range(processes):
+            mine = range(8 * process // processes, 8 * (process + 1) // processes)
+            own = lambda s, shape, mine=mine: {
+                device: index for device, index in devices_of(s, shape).items() if device.id in mine
+            }
+            monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", own)
+            log = RowLog(tmp_path, process, processes)
+            with Loader(TrainingBatches(corpora, spans), whole, prefetch=0, log=log) as loader:
+                assert len([*loader.iterate(start, stop)]) == stop - start
+    checked = check_rows(tmp_path)
+    assert sum(read.sequences for read in checked.values()) == 600 + 50 * 16
+    assert checked["web"].epochs >= 4 and checked["code"].epochs >= 10
+    assert sum(read.tokens for read in checked.values()) <= 4800 + 50 * 16 * 16
 
 
 PROCESS = """

@@ -300,7 +300,9 @@ def test_progress_is_on_a_terminal_and_the_result_in_the_log(config, write, caps
     monkeypatch.setattr("sys.stderr", screen)
     prepare(config(source=write("a.txt", "words " * 100)), 257)
     assert re.fullmatch(
-        r"\rpreparing a.txt: 100% of 0.6 kB, [\d.,]+ [kM]B/s\x1b\[K\r\x1b\[K", screen.getvalue()
+        r"\rpreparing a.txt: 100% of 0.6 kB, [\d.,]+ [kM]B/s\x1b\[K\r\x1b\[K"
+        r"\rjoining a.txt: 100% of 1.2 kB, [\d.,]+ [kM]B/s\x1b\[K\r\x1b\[K",
+        screen.getvalue(),
     )
     marks, prepared = capsys.readouterr().out.splitlines()
     assert marks == "documents: no id begins one, id 256 ends it"

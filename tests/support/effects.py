@@ -21,6 +21,7 @@ from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.phases import rate_lines, spans
 from jaxtrain.config.rules.checks import Environment, first_violation
+from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.data.corpora import prepare_all
 from jaxtrain.data.loader import make_loaders
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -238,7 +239,9 @@ def _batches(config: Config) -> tuple[bytes, ...]:
     corpora = prepare_all(config.data, config.model.vocab_size, progress=False)
     one = NamedSharding(make_mesh((1,) * 6, jax.devices()[:1]), BATCH_SPEC)
     data, like = config.data, jax.ShapeDtypeStruct((1, 1, 1), np.int32, sharding=one)
-    train, held_out = make_loaders(corpora, data, spans(config), like, 1, config.train.eval_batches)
+    train, held_out = make_loaders(
+        TrainingBatches(corpora, spans(config)), data, like, 1, config.train.eval_batches
+    )
     batches = [train.batch(0), train.batch(1)]
     for loader in held_out.values():
         batches += loader.iterate()

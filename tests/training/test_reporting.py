@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import TrainConfig
+from jaxtrain.config.phases import Span
 from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.intervals import Intervals
@@ -26,13 +27,7 @@ class Log:
     """A log, a progress bar and a speedometer that remember what they are told."""
 
     def __init__(self):
-        self.written, self.start_ups, self.shown, self.laps, self.tokens_per_step = (
-            {},
-            {},
-            [],
-            [],
-            100,
-        )
+        self.written, self.start_ups, self.shown, self.laps = {}, {}, [], []
 
     def write(self, at, **values):
         (self.start_ups if "start_up_s" in values else self.written)[at] = values
@@ -78,6 +73,7 @@ def reporter(
     detector = SpikeDetector(TrainConfig(**policy), lambda number: f"batch {number}: its rows")
     return Reporter(
         intervals=intervals,
+        spans=(Span("", 0, 10, 5, 20, (1.0,), 0, 0),),
         combine_metrics=combine_metrics,
         detector=detector,
         speedometer=log,
@@ -341,3 +337,15 @@ def test_validation_is_logged_where_there_is_any():
         "step 5: validation loss 1.2500 nats a token",
         "step 6: validation loss 1.5000 nats a token (web 1.2500, code 1.7500)",
     ]
+
+
+def test_tokens_are_those_of_all_steps_whatever_their_sizes():
+    reporter_, log = reporter(log_every=1)
+    reporter_.spans = (
+        Span("", 0, 2, 5, 20, (1.0,), 0, 0),
+        Span("long", 2, 10, 5, 40, (1.0,), 10, 200),
+    )
+    for at in range(1, 5):
+        reporter_.add(pending(at))
+    reporter_.finish(stopping=True)
+    assert [log.written[at]["tokens"] for at in range(1, 5)] == [100, 200, 400, 600]

@@ -50,6 +50,7 @@ class MixtureSource:
     epochs: how often it is read before it is exhausted; 0: without end
     exhausted: what follows then: the run stops; it leaves the mixture, and the others' weights are
         renormalised; or it is repeated
+    setting: what has its path
     """
 
     name: str
@@ -57,11 +58,7 @@ class MixtureSource:
     weight: float = 1.0
     epochs: float = 0.0
     exhausted: str = "stop"
-
-    @property
-    def setting(self) -> str:
-        """The setting that has its path."""
-        return f"data.sources.{self.name}" if self.name else "data.source"
+    setting: str = "data.source"
 
 
 def parse_source_entry(entry: str) -> SourceEntry | None:
@@ -75,13 +72,13 @@ def parse_source_entry(entry: str) -> SourceEntry | None:
 def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
     """The sources of a run, in the order of their first items. Items have the form and the types
     that the rules ask for."""
-    return _named(data, data.sources) or (MixtureSource("", data),)
+    return _named(data, "sources") or (MixtureSource("", data),)
 
 
 def validation_sets(data: DataConfig) -> tuple[MixtureSource, ...]:
     """The sets of `data.validation`; the parts that sources hold out are not among them. A set is
     its entire corpus, or the part that its own `validation_fraction` holds out."""
-    return _named(dataclasses.replace(data, validation_fraction=0.0), data.validation)
+    return _named(dataclasses.replace(data, validation_fraction=0.0), "validation")
 
 
 def is_evaluated(data: DataConfig) -> bool:
@@ -90,18 +87,25 @@ def is_evaluated(data: DataConfig) -> bool:
     return held_out or bool(data.validation)
 
 
-def _named(data: DataConfig, entries: tuple[str, ...]) -> tuple[MixtureSource, ...]:
+def _named(data: DataConfig, setting: str) -> tuple[MixtureSource, ...]:
+    """The sources of a setting's items, in the order of their first ones."""
     settings: dict[str, dict[str, Any]] = {}
-    for one in filter(None, map(parse_source_entry, entries)):
+    for one in filter(None, map(parse_source_entry, getattr(data, setting))):
         settings.setdefault(one.name, {})[one.setting] = entry_value(one)
-    return tuple(_source(data, name, given) for name, given in settings.items())
-
-
-def _source(data: DataConfig, name: str, given: dict[str, Any]) -> MixtureSource:
-    in_mixture = {key: value for key, value in given.items() if key in _IN_MIXTURE}
-    changes = {key: value for key, value in given.items() if key in OF_SOURCE}
-    alone: dict[str, Any] = {"source": given.get(PATH, ""), "sources": (), "validation": ()}
-    return MixtureSource(name, dataclasses.replace(data, **alone, **changes), **in_mixture)
+    alone = dataclasses.replace(data, sources=(), validation=())
+    return tuple(
+        MixtureSource(
+            name,
+            dataclasses.replace(
+                alone,
+                source=given.get(PATH, ""),
+                **{key: value for key, value in given.items() if key in OF_SOURCE},
+            ),
+            **{key: value for key, value in given.items() if key in _IN_MIXTURE},
+            setting=f"data.{setting}.{name}",
+        )
+        for name, given in settings.items()
+    )
 
 
 def entry_value(one: SourceEntry) -> Any:

@@ -74,6 +74,11 @@ class Span(NamedTuple):
     tokens: int
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Sequences of a batch, and tokens of a sequence."""
+        return self.batch_size, self.sequence_length
+
+    @property
     def batch_tokens(self) -> int:
         """The tokens of a batch."""
         return self.batch_size * self.sequence_length

@@ -84,13 +84,13 @@ def setting_of(field: dataclasses.Field) -> SettingRecord:
 
 def as_entries(value: Any) -> Any:
     """The items NAME=VALUE of a dict, a tuple of texts; any other value as it is. A value that is
-    itself a dict has items NAME.SETTING=VALUE."""
+    itself a dict has items NAME.SETTING=VALUE, and NAME=VALUE of its "path"."""
     if not isinstance(value, Mapping):
         return value
     return tuple(
-        f"{name}{inner and '.'}{inner}={entry_text(one)}"
+        f"{name}{'' if inner == 'path' else f'.{inner}'}={entry_text(one)}"
         for name, given in value.items()
-        for inner, one in (given.items() if isinstance(given, Mapping) else [("", given)])
+        for inner, one in (given.items() if isinstance(given, Mapping) else [("path", given)])
     )
 
 

@@ -4,8 +4,10 @@ those that do. No jax."""
 from collections.abc import Iterator
 
 from jaxtrain.config import FilledConfig, ResolvedConfig, StoredConfig, fields, get, value_text
+from jaxtrain.config.groups.mixture_settings import OF_SOURCE, mixture_of
 from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.phases import span_at, spans
+from jaxtrain.config.rules.mixture_rules import SOURCES
 from jaxtrain.config.rules.phase_rules import PHASES, SIZES
 from jaxtrain.config.rules.rules import Violation
 
@@ -23,8 +25,9 @@ _FREE = (
     "data.cache",
     "data.prefetch",
     "data.validation",
-    # the corpus's checksum says whether these matter
+    # rules of their own, or the corpora's checksums, say whether these matter
     "data.source",
+    "data.sources",
     "data.bad_records",
     # DeepSeek-V3 sets the first to 0 towards the end
     "model.balance_rate",
@@ -60,7 +63,25 @@ def violations(
             later = {path: value, PHASES: (*config.train.phases, *phase)}
             fixes = [*[later] * (path in SIZES), {path: value}]
             yield Violation(path, f"{CANNOT} of {path}={value!r}", fixes)
+    yield from _violations_of_sources(config, stored)
     yield from _violations_of_phases(config, stored, position)
+
+
+def _violations_of_sources(config: FilledConfig, stored: StoredConfig) -> Iterator[Violation]:
+    """The checkpoint's sources are the first ones, with the settings of their corpora."""
+    fixes = [{SOURCES: stored.data.sources}]
+    before, now = mixture_of(stored.data), mixture_of(config.data)
+    names = [source.name for source in before]
+    if names != [source.name for source in now[: len(before)]]:
+        first = f"{', '.join(names)} as the first ones" if names[0] else "data.source alone"
+        yield Violation(SOURCES, f"{CANNOT} that has {first}", fixes)
+        return
+    for old, new in zip(before, now, strict=False):
+        for name in OF_SOURCE:
+            value = getattr(old.data, name)
+            if value != getattr(new.data, name) and f"data.{name}" not in _FREE:
+                setting = f"{old.setting}.{name}={value_text(value)}"
+                yield Violation(SOURCES, f"{CANNOT} of {setting}", fixes)
 
 
 def _violations_of_phases(
@@ -69,10 +90,17 @@ def _violations_of_phases(
     """Batches that the checkpoint has seen have the sizes and weights with which it saw them."""
     before, now = spans(stored), spans(config)
     for batch in sorted({span.begin for span in (*before, *now) if span.begin < position}):
-        old, new = span_at(before, batch).describe(), span_at(now, batch).describe()
-        if old.partition(" in phase ")[0] != new.partition(" in phase ")[0]:
-            rule = f"{CANNOT} of {position} batches: batch {batch} has {new}, and had {old}"
-            yield Violation(PHASES, rule, [{PHASES: stored.train.phases}])
+        old, new = span_at(before, batch), span_at(now, batch)
+        # Sources that were added have no weight in these batches.
+        added = [0.0] * (len(new.weights) - len(old.weights))
+        of_old = [old.batch_size, old.sequence_length, *old.weights, *added]
+        if of_old != [new.batch_size, new.sequence_length, *new.weights]:
+            rule = (
+                f"{CANNOT} of {position} batches: batch {batch} has {new.describe()}, and had "
+                f"{old.describe()}"
+            )
+            path = PHASES if mixture_of(stored.data) == mixture_of(config.data) else SOURCES
+            yield Violation(path, rule, [{path: get(stored, path)}])
 
 
 def changes(stored: StoredConfig, config: ResolvedConfig) -> list[str]:

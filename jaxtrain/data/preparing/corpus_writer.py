@@ -15,8 +15,11 @@ import numpy as np
 from jaxtrain.data.preparing import cache
 from jaxtrain.data.tokenizer import FileTokenizer, Tokenizer
 from jaxtrain.run import streams
+from jaxtrain.run.progress import duration
 
 INFO = "corpus.json"
+EVERY = 60.0  # seconds between two lines of progress without a terminal
+SHORT = 5.0  # seconds that are left and not worth showing
 
 
 def corpus_checksum(parts: dict[str, str], dtype: str, tokenizer: Tokenizer) -> str:
@@ -73,19 +76,30 @@ def _amount(size: float) -> str:
 
 
 class ReadingProgress:
-    """The part of a source's files that is read so far, and the speed in MB of text (or of token
-    files) a second: a line that a terminal shows in place, and a last line for the log."""
+    """The part of some bytes that is read so far, the speed in MB of text (or of token files) a
+    second, and the time that is left: a line that a terminal shows in place, or one a minute, and a
+    last line for the log.
 
-    def __init__(self, name: str, total: int, shown: bool):
-        self._name, self._total, self._shown, self._began = name, total, shown, time.perf_counter()
+    doing: in words. name: of the source. total: bytes of files.
+    """
+
+    def __init__(self, name: str, total: int, shown: bool, doing: str = "preparing"):
+        self._name, self._total, self._shown, self._doing = name, total, shown, doing
         self._done = self._read = 0
+        self._began = self._logged = time.perf_counter()
         self._line = streams.TerminalLine(sys.stderr, shown)
 
     def update(self, size: int, read: int) -> None:
-        """Adds `size` bytes of files, which held `read` bytes of text, and draws the line."""
-        self._read, self._done = self._read + read, self._done + size
+        """Adds `size` bytes of files, which held `read` bytes of text, and shows the line."""
+        self._read, self._done, now = self._read + read, self._done + size, time.perf_counter()
+        seconds = (now - self._began) * (self._total / max(self._done, 1) - 1)
+        left = f", {duration(seconds)} left" if seconds > SHORT else ""
         part = f"{self._done / max(self._total, 1):.0%} of {_amount(self._total)}"
-        self._line.draw(f"preparing {self._name}: {part}, {self._speed()}")
+        text = f"{self._doing} {self._name}: {part}, {self._speed()}{left}"
+        self._line.draw(text)
+        if self._shown and not self._line.is_live and now - self._logged > EVERY:
+            self._logged = now
+            streams.log(text)
 
     def _speed(self) -> str:
         return f"{_amount(self._read / (time.perf_counter() - self._began))}/s"

@@ -4,24 +4,28 @@ import collections
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.data.corpus import CHUNK
 from jaxtrain.data.preparing import duplicates
-from jaxtrain.data.preparing.corpus_writer import CorpusWriter
+from jaxtrain.data.preparing.corpus_writer import CorpusWriter, ReadingProgress
 from jaxtrain.data.preparing.parts import StoredPart, dtype_of
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.tokenizer import DataError, Tokenizer
 
 
 def join(
-    folder: pathlib.Path, stored: Sequence[StoredPart], data: Any, tokenizer: Tokenizer
-) -> tuple[int, int]:
-    """Writes the corpus of all parts of a source, in their order, into a folder. Returns its tokens
-    and documents. Raises DataError if there are none."""
+    folder: pathlib.Path,
+    stored: Sequence[StoredPart],
+    data: Any,
+    tokenizer: Tokenizer,
+    shown: ReadingProgress,
+) -> None:
+    """Writes the corpus of all parts of a source, in their order, into a folder. `shown` is told
+    how many bytes are copied. Raises DataError if there are no documents."""
     dtype = dtype_of(tokenizer)
     types = {"tokens": dtype} | ({"mask": np.dtype(np.uint8)} if data.loss_mask else {})
     skipped, tokens, count = Skipped(), 0, 0
@@ -35,7 +39,9 @@ def join(
             writer.append("documents", ends.astype("<i8"))
             for name, kind in types.items():
                 for first, last in _ranges(places, kept):
-                    _copy(writer, name, one.folder / f"{name}.bin", kind, first, last)
+                    for items in _items(one.folder / f"{name}.bin", kind, first, last):
+                        writer.append(name, items)
+                        shown.update(items.nbytes, items.nbytes)
             tokens, count = int(ends[-1]) if len(ends) else tokens, count + len(ends)
             skipped.append(Skipped(**one.info.get("skipped", {})), one.part.first_file)
             left_out.update(one.info["left_out"])
@@ -55,7 +61,6 @@ def join(
             left_out=left_out,
             **({"skipped": dataclasses.asdict(skipped)} if data.bad_records == "skip" else {}),
         )
-    return tokens, count
 
 
 def documents_kept(
@@ -78,14 +83,12 @@ def _ranges(places: np.ndarray, kept: np.ndarray) -> list[tuple[int, int]]:
     return [(int(first), int(last)) for first, last in places[edges].reshape(-1, 2)]
 
 
-def _copy(
-    writer: CorpusWriter, name: str, path: pathlib.Path, kind: np.dtype, first: int, last: int
-) -> None:
-    """Appends the items [first, last) of an array's file."""
+def _items(path: pathlib.Path, kind: np.dtype, first: int, last: int) -> Iterator[np.ndarray]:
+    """The items [first, last) of an array's file, CHUNK at a time."""
     with path.open("rb") as stream:
         stream.seek(first * kind.itemsize)
         for begin in range(first, last, CHUNK):
-            writer.append(name, np.fromfile(stream, kind, min(CHUNK, last - begin)))
+            yield np.fromfile(stream, kind, min(CHUNK, last - begin))
 
 
 def _no_documents(

@@ -66,6 +66,11 @@ class StoredPart:
     folder: pathlib.Path
     info: dict[str, Any]
 
+    @property
+    def array_bytes(self) -> int:
+        """The bytes of its tokens and of their mask."""
+        return self.info["tokens"] * (np.dtype(self.info["dtype"]).itemsize + self.info["masked"])
+
 
 def divide(source: Source) -> list[Part]:
     """The parts of a source of text or records, in the order of the corpus. Reads the places where

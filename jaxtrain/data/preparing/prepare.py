@@ -45,6 +45,7 @@ import numpy as np
 from jaxtrain.config import ConfigError, addresses, own_code, sources
 from jaxtrain.data.corpus import CHUNK, Corpus
 from jaxtrain.data.preparing import cache, duplicates
+from jaxtrain.data.preparing.adopt import adopt_corpus
 from jaxtrain.data.preparing.corpus_writer import (
     INFO,
     ReadingProgress,
@@ -151,58 +152,53 @@ class Preparation:
     """The work on one source, whose files must stay as they are at the beginning."""
 
     def __init__(self, data: Any, vocab_size: int, progress: bool):
-        self._data, self._progress = data, progress
-        self._root = cache.folder_of(data.cache)
-        self._tokenizer = load_tokenizer(data.tokenizer, vocab_size)
-        self._source = listing.find(data.source)
-        _check(data, self._source, self._tokenizer)
+        self._data, self._progress, self._root = data, progress, cache.folder_of(data.cache)
+        self._tokenizer = tokenizer = load_tokenizer(data.tokenizer, vocab_size)
+        self._source = source = listing.find(data.source)
+        _check(data, source, tokenizer)
         if progress:
-            kinds = kinds_line(self._source.files)
-            streams.log(*self._source.lines(), *kinds, marks_line(self._tokenizer))
-        is_stdlib = self._source.name == sources.STDLIB
-        self._name = sources.STDLIB if is_stdlib else self._source.root.name
-        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)[:40]
-        self._stamps = {file.path: _stamp(file) for file in self._source.files}
+            streams.log(*source.lines(), *kinds_line(source.files), marks_line(tokenizer))
+        is_stdlib = source.name == sources.STDLIB
+        self._name = "Python's source code" if is_stdlib else source.root.name
+        self._open = functools.partial(_open, data=data, source=source, tokenizer=tokenizer)
+        self._key = functools.partial(_key, data, source, tokenizer)
+        self._stamps = {file.path: _stamp(file) for file in source.files}
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", sources.STDLIB if is_stdlib else self._name)[:40]
         self._known = self._root / KNOWN / f"{slug}-{self._key(lambda f: self._stamps[f.path])}"
+        self._content_key = ""  # not read yet
+        try:
+            noted = cache.ensure(self._known, _noted_key, self._note, progress)
+        except OSError:  # a cache that may not be written can have the corpus all the same
+            noted = None
+        self._content_key = noted or self._key(_content)
+        self._work = self._root / f"corpus-{self._content_key}.parts"
+        with self._unusable_removed(), self._unchanged():
+            whole = Part(0, source, 0, sum(file.size for file in source.files))
+            self._parts = [whole] if source.holds_tokens else divide(source)
 
     def corpus(self) -> Corpus:
         """The corpus. If the cache does not have it, missing parts are encoded, and all joined."""
         with self._unusable_removed(keeps_parts=False):
-            corpus = cache.ensure(self._folder, self._open, self._fill, self._progress)
-        if corpus is None:
-            raise _changed(self._data)
+            corpus = cache.ensure(self._folder(), self._open, self._fill, self._progress)
+            if corpus is None:
+                raise _changed(self._data)
         shutil.rmtree(self._work, ignore_errors=True)
         return corpus
 
     def shard(self, number: int, count: int) -> ShardReport:
         """Encodes the parts of a shard, and joins all parts if they are there."""
-        divides = not self._source.holds_tokens
-        with self._unusable_removed(keeps_parts=True):
-            corpus, own = self._open(self._folder), self._parts[number::count]
-            encoded = 0 if corpus or not divides else len(self._missing(own))
-            if encoded:
+        own, encoded = self._parts[number::count], 0
+        with self._unusable_removed():
+            if not self._source.holds_tokens and self._open(self._folder()) is None:
+                encoded = len(self._missing(own))
                 with self._unchanged():
                     self._encode(own)
-            missing = () if corpus else self._missing(self._parts)
-            # A token file is indexed where it lies, by the shard that has it.
-            is_ready = not missing if divides else bool(own)
-            corpus = corpus or self._open(self._folder)  # others may have joined it meanwhile
-        if corpus is None and is_ready:
-            corpus = self.corpus()
-        parts, missing = len(self._parts), () if corpus else missing
-        return ShardReport(self._data.source, parts, encoded, missing, corpus)
-
-    def _key(self, known_by: Callable[[sources.File], list]) -> str:
-        return _key(self._data, self._source, self._tokenizer, known_by)
-
-    @functools.cached_property
-    def _content_key(self) -> str:
-        """The key of the source's content, which is read unless a note of KNOWN has the key."""
-        try:
-            key = cache.ensure(self._known, _noted_key, self._note, self._progress)
-        except OSError:  # a cache that may not be written can have the corpus all the same
-            key = None
-        return key or self._key(_content)
+            missing = self._missing(self._parts)
+        # A token file is indexed where it lies, by the shard that has it.
+        is_ready = bool(own) if self._source.holds_tokens else not missing
+        corpus = self.corpus() if is_ready else self._open(self._folder())
+        left = () if corpus else missing
+        return ShardReport(self._data.source, len(self._parts), encoded, left, corpus)
 
     def _note(self, folder: pathlib.Path) -> None:
         """Writes the key of the source's content into a folder of KNOWN."""
@@ -210,76 +206,65 @@ class Preparation:
             note = {"of": self._known.name, "at": self._key(_content)}
         (folder / NOTE).write_text(json.dumps(note))
 
-    @property
     def _folder(self) -> pathlib.Path:
         """The prepared folder. Older versions put the source's name before the key."""
         present = sorted(self._root.glob(f"*-{self._content_key}"))
         return present[0] if present else self._root / f"corpus-{self._content_key}"
 
-    @property
-    def _work(self) -> pathlib.Path:
-        """The folder of the parts, while they are encoded."""
-        return self._root / f"corpus-{self._content_key}.parts"
-
-    @functools.cached_property
-    def _parts(self) -> list[Part]:
-        """The parts of the source; a token file is one."""
-        if self._source.holds_tokens:
-            return [Part(0, self._source, 0, sum(file.size for file in self._source.files))]
-        return divide(self._source)
-
-    def _open(self, folder: pathlib.Path) -> Corpus | None:
-        return _open(folder, self._data, self._source, self._tokenizer)
-
     def _missing(self, parts: Sequence[Part]) -> tuple[int, ...]:
         """The numbers of the parts that are not encoded."""
-        return tuple(
-            part.number for part in parts if open_part(part, part.folder(self._work)) is None
-        )
+        return tuple(p.number for p in parts if open_part(p, p.folder(self._work)) is None)
 
     def _fill(self, folder: pathlib.Path) -> None:
         """Writes the corpus into a folder."""
         with self._unchanged():
+            if self._source.is_prepared:
+                adopt_corpus(folder, self._data, self._source, self._tokenizer)
+                return
             if self._source.holds_tokens:
                 index_tokens(folder, self._data, self._source, self._tokenizer, self._progress)
-            else:
-                join(folder, self._encode(self._parts), self._data, self._tokenizer)
+                return
+            stored = self._encode(self._parts)
+            size = sum(one.array_bytes for one in stored)
+            with contextlib.closing(
+                ReadingProgress(self._name, size, self._progress, "joining")
+            ) as shown:
+                join(folder, stored, self._data, self._tokenizer, shown)
 
     def _encode(self, parts: Sequence[Part]) -> list[StoredPart]:
         """Encodes those of some parts that are missing."""
         missing, stored, any_read = self._missing(parts), [], False
         size = sum(part.size for part in parts if part.number in missing)
-        is_stdlib = self._source.name == sources.STDLIB
-        name = "Python's source code" if is_stdlib else self._name
-        with contextlib.closing(ReadingProgress(name, size, self._progress)) as shown:
+        with contextlib.closing(ReadingProgress(self._name, size, self._progress)) as shown:
             for part in parts:
-
-                def make(
-                    folder: pathlib.Path, part: Part = part, any_read: bool = any_read
-                ) -> None:
-                    encode_part(folder, part, self._data, self._tokenizer, any_read, shown)
-                    if not self._are_same(part.source.files):
-                        raise _changed(self._data)
-
-                folder, opened = part.folder(self._work), functools.partial(open_part, part)
-                one = cache.ensure(folder, opened, make, self._progress)
+                make = functools.partial(self._encode_part, part, any_read, shown)
+                opened = functools.partial(open_part, part)
+                one = cache.ensure(part.folder(self._work), opened, make, self._progress)
                 if one is None:
                     raise _changed(self._data)
                 stored.append(one)
                 any_read = any_read or (self._source.has_fields and one.info["documents"] > 0)
             if missing:
-                shown.finish(
-                    sum(one.info["tokens"] for one in stored),
-                    sum(one.info["documents"] for one in stored),
+                tokens, documents = (
+                    sum(one.info[key] for one in stored) for key in ("tokens", "documents")
                 )
+                shown.finish(tokens, documents)
         return stored
+
+    def _encode_part(
+        self, part: Part, any_read: bool, shown: ReadingProgress, folder: pathlib.Path
+    ) -> None:
+        """Encodes a part into a folder, which no later preparation may find if the part's files
+        have changed meanwhile."""
+        encode_part(folder, part, self._data, self._tokenizer, any_read, shown)
+        if not self._are_same(part.source.files):
+            raise _changed(self._data)
 
     def _are_same(self, some: Sequence[sources.File]) -> bool:
         """True if files of the source are as they were: their times, or at least the content."""
         try:
-            return all(_stamp(file) == self._stamps[file.path] for file in some) or (
-                "_content_key" in vars(self) and self._key(_content) == self._content_key
-            )
+            same = all(_stamp(file) == self._stamps[file.path] for file in some)
+            return same or self._key(_content) == self._content_key
         except OSError:
             return False  # they are gone
 
@@ -298,16 +283,16 @@ class Preparation:
             raise _changed(self._data)
 
     @contextlib.contextmanager
-    def _unusable_removed(self, keeps_parts: bool) -> Iterator[None]:
-        """Removes, if something is raised, parts of a source that cannot be read or has changed
-        (keeps_parts: not those that other shards may be making), and the note if no part is left.
-        """
+    def _unusable_removed(self, keeps_parts: bool = True) -> Iterator[None]:
+        """Removes what no later preparation can use if something is raised: the parts of a source
+        that cannot be read or has changed, unless other shards may need them; and the note of a
+        source without parts."""
         try:
             yield
         except BaseException as error:
-            if isinstance(error, DataError) and not keeps_parts and "_content_key" in vars(self):
+            if isinstance(error, DataError) and not keeps_parts:
                 shutil.rmtree(self._work, ignore_errors=True)
-            if "_content_key" not in vars(self) or not self._work.exists():
+            if not self._work.exists():
                 shutil.rmtree(self._known, ignore_errors=True)
             raise
 
@@ -393,7 +378,10 @@ def _stamp(file: sources.File) -> list:
 
 
 def _content(file: sources.File) -> list:
-    """A file's format, and the sha256 of its content, which is read, or a store's version of it."""
+    """A file's format, and the sha256 of its content, which is read, or a store's version of it. A
+    prepared corpus is known by its corpus.json, which has the checksums of the others."""
+    if file.format in ("prepared", "beside") and not file.path.endswith(INFO):
+        return [file.format, file.size]
     if addresses.is_address(file.path):
         return [file.format, file.size, file.modified]
     with open(file.path, "rb") as stream:
@@ -421,11 +409,16 @@ def _open(
         if (folder.name, checksum) != (info["of"], info["checksum"]):
             return None
         if source.holds_tokens:
-            ids = map_source(folder, source, data)
+            ids = map_source(folder, source, data, info["dtype"] if source.is_prepared else "")
         else:
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
-        mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
+        mask: Sliced | None = None
+        if info["masked"] and source.is_prepared:
+            (file,) = [file for file in source.files if file.path.endswith("mask.bin")]
+            mask = map_tokens(file, file.path, data, "uint8")
+        elif info["masked"]:
+            mask = np.memmap(folder / "mask.bin", np.uint8, "r")
         arrays: dict[str, Any] = {"tokens": ids, "documents": documents, "mask": mask}
         changed = [
             name
@@ -443,8 +436,8 @@ def _open(
                 os.utime(folder / INFO)  # they need not be read again
         skipped = unreadable_files(source)
         if "skipped" in info:  # only bad_records=skip writes it
-            stored = Skipped(**info["skipped"])
-            skipped.append(stored.at([file.path for file in source.files]), 0)
+            paths = [file.path for file in source.files]
+            skipped.append(Skipped(**info["skipped"]).at(paths), 0)
         prepared = min(info["prepared"], time.time())
     except (AttributeError, OSError, IndexError, KeyError, TypeError, ValueError):
         return None

@@ -14,11 +14,13 @@ Source: _IndexWriter in megatron/core/datasets/indexed_dataset.py.
 
 import dataclasses
 import os
+import pathlib
 import struct
 from collections.abc import Iterator
 
 import numpy as np
 
+from jaxtrain.config.sources import File
 from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import open_input
 
@@ -32,7 +34,7 @@ MISMATCH = "one of the two files is damaged or cut short, or the index of anothe
 class MegatronIndex:
     """An index; its arrays, whose sizes are checked, are memory-mapped.
 
-    tokens: the path of the .bin.
+    tokens: the path of the .bin, and size: its bytes.
     dtype: the type of its ids, little-endian.
     lengths, pointers: [sequences] tokens of each, and the byte where it begins.
     bounds: [documents + 1] the sequence that each document begins with, then their number.
@@ -40,6 +42,7 @@ class MegatronIndex:
 
     path: str
     tokens: str
+    size: int
     dtype: np.dtype
     lengths: np.ndarray
     pointers: np.ndarray
@@ -51,7 +54,7 @@ class MegatronIndex:
         Raises FileError if the sequences are not one after the other, end elsewhere than the .bin,
         or the documents are not made of them.
         """
-        count, size = len(self.lengths), os.path.getsize(self.tokens)
+        count, size = len(self.lengths), self.size
         end = 0  # the byte after the sequences examined so far
         for first in range(0, count, BLOCK):
             sizes = self.lengths[first : first + BLOCK].astype(np.int64) * self.dtype.itemsize
@@ -86,10 +89,19 @@ class MegatronIndex:
             yield places[1:] if first == 0 else places
 
 
-def read_index(tokens: str) -> MegatronIndex:
-    """The index of the Megatron file whose .bin is `tokens`. Raises FileError for one of another
-    format, for ids that are no integers, and for arrays that do not fill the file."""
-    path = tokens.removesuffix(".bin") + ".idx"
+def index_path(tokens: str) -> str:
+    """The path of the index of the Megatron file whose .bin is `tokens`."""
+    return tokens.removesuffix(".bin") + ".idx"
+
+
+def read_dtype(tokens: str) -> np.dtype:
+    """The little-endian type of the ids of a Megatron file, by its index. Raises FileError for an
+    index of another format, and for ids that are no integers."""
+    return _read_header(index_path(tokens))[0]
+
+
+def _read_header(path: str) -> tuple[np.dtype, int, int]:
+    """The type of the ids, the number of sequences, and that of the bounds of documents."""
     with open_input(path) as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
@@ -103,19 +115,26 @@ def read_index(tokens: str) -> MegatronIndex:
             f"{path}: an index of version {version} for ids of type {code}, and is read with "
             f"version 1 and {', '.join(f'{key} ({name})' for key, name in DTYPES.items())}"
         )
-    size, needed = os.path.getsize(path), HEADER.size + 12 * sequences + 8 * bounds
+    return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds
+
+
+def read_index(tokens: File, content: pathlib.Path) -> MegatronIndex:
+    """The index of a Megatron file whose .bin is `tokens`; `content` is the index, or a local copy
+    of it. Raises FileError as `read_dtype`, and for arrays that do not fill the file."""
+    path = index_path(tokens.path)
+    dtype, sequences, bounds = _read_header(path)
+    size, needed = os.path.getsize(content), HEADER.size + 12 * sequences + 8 * bounds
     what = f"{path}: {size:,} bytes for {sequences:,} sequences and {bounds:,} bounds of documents"
     if sequences and size == needed + sequences:
         raise FileError(f"{what}, with a mode for each sequence: write it without images")
     if size != needed or not sequences or not bounds:
         raise FileError(f"{what}, which take {needed:,}: it is cut short or damaged")
-    lengths = np.memmap(path, "<i4", "r", HEADER.size, (sequences,))
-    pointers = np.memmap(path, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
-    starts = np.memmap(path, "<i8", "r", HEADER.size + 12 * sequences, (bounds,))
+    lengths = np.memmap(content, "<i4", "r", HEADER.size, (sequences,))
+    pointers = np.memmap(content, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
+    starts = np.memmap(content, "<i8", "r", HEADER.size + 12 * sequences, (bounds,))
     if starts[0] != 0 or starts[-1] != sequences:
         raise FileError(
             f"{path}: its documents go from sequence {starts[0]:,} to {starts[-1]:,}, and must "
             f"from 0 to {sequences:,}: it is damaged"
         )
-    dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-    return MegatronIndex(path, tokens, dtype, lengths, pointers, starts)
+    return MegatronIndex(path, tokens.path, tokens.size, dtype, lengths, pointers, starts)

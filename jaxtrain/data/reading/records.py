@@ -38,6 +38,8 @@ ROWS = 256  # rows of a Parquet or Arrow file that are turned into records at a 
 ARROW_FILE = b"ARROW1"  # at both ends of an Arrow file with a footer
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of an Arrow stream
 MISSING = object()
+# what reading a damaged file raises, beside pyarrow's own errors
+UNREADABLE = (OSError, MemoryError, OverflowError, UnicodeDecodeError)
 
 # (whether their tokens count in the loss, names of fields)
 Runs = list[tuple[bool, tuple[str, ...]]]
@@ -199,13 +201,13 @@ def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -
     import pyarrow.parquet
 
     row = end = 0
-    errors = (pyarrow.ArrowException, OSError)
+    errors = (pyarrow.ArrowException, *UNREADABLE)
     try:
-        # A buffer: without one pyarrow reads a row group's columns into memory entirely. In a store
-        # it is the size of a request.
+        # By default pyarrow reads the columns of a row group into memory entirely. In a store the
+        # buffer is the size of a request.
         size = PART if isinstance(content, StoreStream) else BLOCK
         with pyarrow.parquet.ParquetFile(
-            content, buffer_size=size, page_checksum_verification=True
+            content, pre_buffer=False, buffer_size=size, page_checksum_verification=True
         ) as parquet:
             count = parquet.metadata.num_rows
             batches = parquet.iter_batches(batch_size=1)
@@ -241,7 +243,8 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
         yield DamagedFile(file.path, what, "get the file again")
     try:
         with Reader(file.path) as stream:
-            if stream.peek(len(ARROW_FILE)).startswith(ARROW_FILE):
+            has_footer = stream.peek(len(ARROW_FILE)).startswith(ARROW_FILE)
+            if has_footer:
                 stream.read(len(ARROW_FILE) + 2)  # two zeros follow
             reader = pyarrow.ipc.open_stream(stream)
             batches: Iterator[Any] = iter(reader)
@@ -254,7 +257,9 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
                         where = f"{file.path}: row {row}"
                         yield from _row(record, runs, where, "Arrow", stream.taken())
                 batch = next(batches, None)
-    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError) as error:
+            if not has_footer and stream.read(1):
+                yield DamagedFile(f"{file.path}: row {row + 1}", "bytes follow the stream's end")
+    except (pyarrow.ArrowException, *UNREADABLE) as error:
         raise _unreadable(f"{file.path}: row {row + 1}", "Arrow", error) from error
 
 

@@ -3,6 +3,7 @@ error for an id that no tokenizer of the run makes, with the setting that reads 
 
 import os
 import pathlib
+import tokenize
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxtrain.config.sources import File, Source
 from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import is_compressed, open_input
 from jaxtrain.data.reading.joined import Joined, Sliced
-from jaxtrain.data.reading.megatron_index import read_index
+from jaxtrain.data.reading.megatron_index import read_dtype
 from jaxtrain.data.stores.ranges import StoreArray, stored_array
 from jaxtrain.data.tokenizer import NoTokenizer, Tokenizer
 
@@ -72,12 +73,12 @@ def token_path(folder: pathlib.Path, source: Source, file: File) -> str:
     return file.path
 
 
-def map_source(folder: pathlib.Path, source: Source, data: Any) -> Sliced:
+def map_source(folder: pathlib.Path, source: Source, data: Any, raw_dtype: str = "") -> Sliced:
     """The tokens of a source's files, [n], memory-mapped or read by ranges, with those that were
     decompressed in a prepared folder. Raises FileError if they are of several types, and as
     map_tokens does."""
     files = source.token_files
-    parts = [map_tokens(file, token_path(folder, source, file), data) for file in files]
+    parts = [map_tokens(file, token_path(folder, source, file), data, raw_dtype) for file in files]
     for file, part in zip(files, parts, strict=True):
         if part.dtype != parts[0].dtype:
             raise FileError(
@@ -88,11 +89,12 @@ def map_source(folder: pathlib.Path, source: Source, data: Any) -> Sliced:
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-def map_tokens(file: File, path: str, data: Any) -> np.memmap | StoreArray:
+def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memmap | StoreArray:
     """The tokens of a file that lies at a path or address, [n], memory-mapped or read by ranges.
     Raises FileError if its size, shape or type cannot be that of tokens.
 
     data: token_dtype, cache and store_cache_gb are used
+    raw_dtype: takes the place of data.token_dtype
     """
     if file.format == "npy":
         try:
@@ -101,7 +103,7 @@ def map_tokens(file: File, path: str, data: Any) -> np.memmap | StoreArray:
                 if addresses.is_address(path)
                 else np.load(pathlib.Path(path), mmap_mode="r", allow_pickle=False)
             )
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, OverflowError, MemoryError, tokenize.TokenError) as error:
             raise FileError(
                 f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}"
             ) from error
@@ -113,13 +115,13 @@ def map_tokens(file: File, path: str, data: Any) -> np.memmap | StoreArray:
         return ids
     size = file.size if path == file.path else os.path.getsize(path)
     if file.format == "megatron":
-        dtype, whose = read_index(file.path).dtype, "its index, "
+        dtype = read_dtype(file.path)
+        whose = f"{dtype.name}, the type in its index"
     else:
-        dtype, whose = token_dtype_of(data.token_dtype), "data.token_dtype="
+        dtype = token_dtype_of(raw_dtype or data.token_dtype)
+        whose = f"data.token_dtype={data.token_dtype}"
     if size % dtype.itemsize or not size:
-        raise FileError(
-            f"{file.path}: {size} bytes are no whole number of tokens of {whose}{dtype.name}"
-        )
+        raise FileError(f"{file.path}: {size} bytes are no whole number of tokens of {whose}")
     if addresses.is_address(path):
         return stored_array(file, data, dtype)
     return np.memmap(pathlib.Path(path), dtype, "r")

@@ -89,7 +89,7 @@ def filesystem(address: str) -> Any:
 
 @functools.cache
 def _filesystem(scheme: str) -> Any:
-    if hub.SCHEME.startswith(scheme):
+    if f"{scheme}://" == hub.SCHEME:
         return hub.filesystem()
     configure(scheme)
     # fsspec's own instances are one for each thread, with connections of its own

@@ -22,7 +22,7 @@ def find(name: str) -> Source:
     while glob.has_magic(root):
         root, _, last = root.rpartition("/")
         pattern = (last, *pattern)
-    infos = _of_hub(root, named) if named else _of_store(root)
+    infos = _of_hub(root, named) if named else _of_store(root, name)
     files = [
         File(path, sources.format_of(path), info["size"], filesystem.version_of(info))
         for path, info in infos.items()
@@ -38,7 +38,7 @@ def _of_hub(root: str, named: hub.Repository) -> dict[str, dict[str, Any]]:
     }
 
 
-def _of_store(root: str) -> dict[str, dict[str, Any]]:
+def _of_store(root: str, name: str) -> dict[str, dict[str, Any]]:
     """The same of a file of a store, or of those below an address. Raises StoreError."""
     store = filesystem.filesystem(root)
     key = store._strip_protocol(root)
@@ -48,7 +48,5 @@ def _of_store(root: str) -> dict[str, dict[str, Any]]:
         return {
             root + path.removeprefix(key): info or store.info(path) for path, info in below.items()
         }
-    except FileNotFoundError:
-        return {}
     except Exception as error:
-        raise filesystem.refusal(root, error) or error from error
+        raise filesystem.refusal(f"data.source={name}", error) or error from error

@@ -24,10 +24,12 @@ from typing import Any
 from jaxtrain import cli, config as cfg
 from jaxtrain.config import Config, ConfigError, MeshedConfig, UsageError, kernels
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
+from jaxtrain.config.phases import largest_of
 from jaxtrain.config.recipes import recipe_text
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.config.rules.mesh_rules import AXES
+from jaxtrain.config.rules.phase_rules import SIZES
 from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.pipeline.run_checks import default_corpus
 from jaxtrain.planner.command import picture
@@ -217,7 +219,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         lines=lambda: explained(best, flags.price, flags.kwh_price),
         heading=[*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else (),
     )
-    return _output(flags, laid_out, recipe, kind, report)
+    return _output(flags, config, laid_out, recipe, kind, report)
 
 
 def plans(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[Prediction]:
@@ -311,7 +313,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
         lines=lambda: heterogeneous.describe(plan, flags.tokens),
         below_axis="stage (its layers)",
     )
-    return _output(flags, cfg.replace(laid_out, chunks), recipe, kind, report)
+    return _output(flags, config, cfg.replace(laid_out, chunks), recipe, kind, report)
 
 
 def _with_notes(
@@ -338,7 +340,8 @@ def _with_notes(
 
 def _output(
     flags: types.SimpleNamespace,
-    config: Config,
+    given: Config,
+    planned: Config,
     recipe: Config,
     kind: Hardware,
     report: picture.PlanReport,
@@ -346,11 +349,16 @@ def _output(
     """The output of a plan: its figures or its lines, its command, and the requested files. The
     command and the recipe have steps for --tokens, and placeholders for what only the user knows.
 
-    config:  of the plan, to be trained
+    given:   the config as the flags have it
+    planned: with the layout of the plan, to be trained
     kind:    of the devices; of groups the first one's
 
     Raises ConfigError if so many steps break a rule.
     """
+    # A plan is that of the largest batches; its command has the phases.
+    of_run = {path: cfg.get(given, path) for path in ("train.phases", *SIZES)}
+    config, (_, of_phases) = cfg.replace(planned, of_run), largest_of(given)
+    report.figures["notes"].extend([of_phases] * bool(of_phases))
     files, name = {}, f"{_name(flags, config, recipe)}, on {report.devices}"
     size = config.data.batch_size * config.data.sequence_length
     steps = math.ceil(flags.tokens / size) or config.train.steps
@@ -459,7 +467,8 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
             f"precision.matmul={matmul!r} has no peak on {kind.name}",
             {"config.precision.matmul": known[0]},
         )
-    return Space(config, recipe, with_allocator(kind, flags.assume), flags.devices, flags.assume)
+    largest, _ = largest_of(config)
+    return Space(largest, recipe, with_allocator(kind, flags.assume), flags.devices, flags.assume)
 
 
 def _laid_out(space: Space, text: str) -> MeshedConfig:

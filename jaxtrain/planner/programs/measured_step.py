@@ -281,9 +281,11 @@ class AfterWarmUp:
         self._since = None
 
     def finish(self, at: int) -> None:
-        """The run ends at this step: its steps are reported if enough were timed."""
+        """The run ends at this step, or goes on with other ones: steps are reported if enough were
+        timed."""
         if self._plan is not None and len(self._laps) >= LEAST:
             self._report(self._plan, at)
+        self._plan = None
 
     def _report(self, plan: Prediction, at: int) -> None:
         """Logs and writes the comparison, once."""

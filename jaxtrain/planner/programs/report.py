@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 from jax.stages import Compiled
 
 from jaxtrain.config import ResolvedConfig
+from jaxtrain.config.phases import largest_of
 from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.devices.sharding import cut_count, mesh_axes
 from jaxtrain.pipeline.prepared_run import PreparedRun
@@ -108,7 +109,8 @@ def dry_run(
 
     Raises ConfigError for a step that cannot be made.
     """
-    config = run.config
+    largest, of_phases = largest_of(run.config)
+    config = largest.resolve()
     clock.enter(Phase.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
@@ -143,6 +145,7 @@ def dry_run(
     kinds = ", ".join(f"{kind} {n / MIB:,.1f}" for kind, n in state.items())
     whose = f" of stage {stage}, which sends most" * (config.mesh.stage > 1)
     return [
+        *[of_phases] * bool(of_phases),
         *lines,
         f"memory per device by kind, MiB: {kinds}",
         "",

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, MeshConfig, PipelineConfig, ResolvedConfig, UsageError, kernels
+from jaxtrain.config.phases import largest_of
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.mesh_rules import AXES, on_mesh
 from jaxtrain.config.rules.rules import divisors
@@ -152,7 +153,8 @@ def fitting(config: Config, environment: checks.Environment, asked: int, availab
     """
     device = dataclasses.replace(load("h100"), name=environment.platform)
     without_tables = dataclasses.replace(environment, rules=())
-    changed = lambda changes: on_mesh(cfg.replace(config, changes), environment.devices).resolve()
+    largest, _ = largest_of(config)
+    changed = lambda changes: on_mesh(cfg.replace(largest, changes), environment.devices).resolve()
     planned = lambda settings: memory(step_model_of(settings, device), settings.model.loss_chunk)
     breaks = lambda changes, where: checks.first_violation(cfg.replace(config, changes), where)
     now, simulated = planned(changed({})), environment.platform == kernels.CPU
