@@ -33,7 +33,7 @@ T = TypeVar("T")
 SCHEME, MODELS, COMMIT = addresses.HUB, f"{addresses.HUB}models/", "[0-9a-f]{40}"
 # what may be a model's name; a JSON file's path is none
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)(@\S+)?")
-OF_MODELS = ("train.init_from", "tokenizer", "from_hf")  # how what names a model ends
+OF_MODELS = ("train.init_from", "tokenizer", "from_hf")  # endings of what names a model
 OF_DATA, OF_MIXTURES = ("data.tokenizer", "data.source"), ("data.sources", "data.validation")
 # seconds between tries; until an answer begins, for which the library would wait for ever; and the
 # most that the hub may ask to wait for
