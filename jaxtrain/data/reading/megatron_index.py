@@ -102,7 +102,7 @@ def read_dtype(tokens: str) -> np.dtype:
 
 def _read_header(path: str) -> tuple[np.dtype, int, int]:
     """The type of the ids, the number of sequences, and that of the bounds of documents."""
-    with open_input(path) as file:
+    with open_input(path, ahead=0) as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise FileError(

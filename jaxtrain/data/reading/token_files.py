@@ -129,7 +129,7 @@ def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memm
 
 def _stored_npy(file: File, data: Any) -> StoreArray:
     """The array of an .npy file in a store. Raises ValueError for another file."""
-    with open_input(file.path) as stream:
+    with open_input(file.path, ahead=0) as stream:
         version = np.lib.format.read_magic(stream)
         headers = {
             (1, 0): np.lib.format.read_array_header_1_0,

@@ -57,7 +57,12 @@ LIBRARIES = (
     "requests",
     "httpx2",
 )
-LASTING = ("Credential", "Profile", "Validation")  # in names of errors that no wait mends
+LASTING = (
+    "Credential",
+    "Profile",
+    "Validation",
+    "Expired",
+)  # in names of errors that no wait mends
 # What an information of fsspec has that is another for other content, the most certain first.
 VERSIONS = ("ETag", "md5Hash", "generation", "etag", "blob_id", "mtime", "created")
 _away: list[float] = []  # when each read that is being tried again failed first
