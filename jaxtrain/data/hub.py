@@ -148,7 +148,13 @@ def tree(named: Repository) -> dict[str, dict[str, Any]]:
 
 def filesystem() -> Any:
     """fsspec's file system of the hub's addresses."""
-    return _library().HfFileSystem(block_size=1)  # bytes that a read has beyond those asked for
+
+    class HubFiles(_library().HfFileSystem):  # type: ignore[misc]
+        def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any):
+            # without a block's size it would read far ahead, and with 0 it could not seek
+            return super()._open(path, mode, block_size or 1, **options)
+
+    return HubFiles()
 
 
 @functools.cache
