@@ -11,6 +11,7 @@ from jaxtrain.config import DataConfig
 from jaxtrain.config.phases import Span
 from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.data.corpora import prepare_all
+from jaxtrain.data.mixture import in_parts
 from jaxtrain.data.tokenizer import DataError
 
 LENGTH = 8
@@ -179,6 +180,19 @@ def test_a_far_batch_comes_at_once(files):
     assert time.process_time() - began < 1 and len(arrays) == 8
     assert tracemalloc.get_traced_memory()[1] < 50e6
     tracemalloc.stop()
+
+
+def test_the_past_of_a_mixture(files):
+    """Sources that are exhausted later, or that were added without a weight, leave it as it was."""
+    weights, leaves = (0.7, 0.2, 0.1), {"exhausted": "leave"}
+
+    def history(epochs, weights=weights):
+        corpora = corpora_of(files, weights, wiki={"epochs": epochs, **leaves})
+        return TrainingBatches(corpora, [span_of(weights)]).history(600)
+
+    assert len(history(0.5)) == 2 and len(history(3.0)) == 1
+    assert history(0.5) == history(0.5) != history(0.6) and history(2.0) == history(3.0)
+    assert history(1.0, (0.7, 0.3, 0.0)) == [(0, in_parts([0.7, 0.3]))]
 
 
 def test_a_batch_in_words_names_its_sources(files):
