@@ -208,7 +208,7 @@ print(prepare.prepare(config, 257, progress=False).checksum)
 def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monkeypatch, trials):
     """At random moments: complete parts stay as they are, nothing else counts, and the corpus is
     that of an undisturbed preparation."""
-    path = write("a.jsonl", lines(30_000))
+    path = write("a.jsonl", lines(20_000))
     monkeypatch.setattr(parts_module, "PART", 100_000)
     whole = content(prepare(config(source=path), 257, progress=False))
     chance = random.Random(0)
@@ -219,7 +219,7 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
             process = start_python(PREPARE, path, cache)
             assert process.stdout.readline() == "ready\n"
             try:
-                process.wait(chance.uniform(0, 0.1 + 0.05 * attempt))
+                process.wait(chance.uniform(0, 0.2 + 0.1 * attempt))
                 break
             except subprocess.TimeoutExpired:
                 process.kill()
@@ -238,3 +238,10 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
         found = prepare(config(source=path, cache=str(cache)), 257, progress=False)
         assert content(found) == whole
         assert {each.name for each in cache.iterdir()} == {"known", found.folder.name}
+
+
+def test_a_prepared_source_is_not_divided_again(config, mixed, monkeypatch):
+    """A start reads what it needs: of a source in a store each extent would cost a request."""
+    first = prepare(config(source=mixed), 257, progress=False)
+    monkeypatch.setattr(tokens, "divide", None)
+    assert prepare(config(source=mixed), 257, progress=False).folder == first.folder

@@ -48,6 +48,7 @@ import numpy as np
 from jaxtrain.config import ConfigError, addresses, own_code, sources
 from jaxtrain.data.corpus import CHUNK, Corpus
 from jaxtrain.data.preparing import cache, duplicates
+from jaxtrain.data.preparing.adopt import adopt_corpus
 from jaxtrain.data.preparing.corpus_writer import (
     INFO,
     ReadingProgress,
@@ -174,9 +175,12 @@ class Preparation:
             noted = None
         self._content_key = noted or self._key(_content)
         self._work = self._root / f"corpus-{self._content_key}.parts"
-        with self._unusable_removed(), self._unchanged():
-            whole = Part(0, source, 0, sum(file.size for file in source.files))
-            self._parts = [whole] if source.holds_tokens else divide(source)
+
+    @functools.cached_property
+    def _parts(self) -> list[Part]:
+        """The parts of the source. Token files, which are indexed where they lie, are one."""
+        whole = Part(0, self._source, 0, sum(file.size for file in self._source.files))
+        return [whole] if self._source.holds_tokens else divide(self._source)
 
     def corpus(self) -> Corpus:
         """The corpus. If the cache does not have it, missing parts are encoded, and all joined."""
@@ -189,14 +193,15 @@ class Preparation:
 
     def shard(self, number: int, count: int) -> ShardReport:
         """Encodes the parts of a shard, and joins all parts if they are there."""
-        own, encoded = self._parts[number::count], 0
+        encoded = 0
         with self._unusable_removed():
+            own = self._parts[number::count]
             if not self._source.holds_tokens and self._open(self._folder()) is None:
                 encoded = len(self._missing(own))
                 with self._unchanged():
                     self._encode(own)
             missing = self._missing(self._parts)
-        # A token file is indexed where it lies, by the shard that has it.
+        # the shard that has token files indexes them
         is_ready = bool(own) if self._source.holds_tokens else not missing
         corpus = self.corpus() if is_ready else self._open(self._folder())
         left = () if corpus else missing
@@ -220,6 +225,9 @@ class Preparation:
     def _fill(self, folder: pathlib.Path) -> None:
         """Writes the corpus into a folder."""
         with self._unchanged():
+            if self._source.is_prepared:
+                adopt_corpus(folder, self._data, self._source, self._tokenizer)
+                return
             if self._source.holds_tokens:
                 index_tokens(folder, self._data, self._source, self._tokenizer, self._progress)
                 return
@@ -289,7 +297,7 @@ class Preparation:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, DataError) and not keeps_parts:
+            if isinstance(error, DataError | ConfigError) and not keeps_parts:
                 shutil.rmtree(self._work, ignore_errors=True)
             if not self._work.exists():
                 shutil.rmtree(self._known, ignore_errors=True)
@@ -377,7 +385,10 @@ def _stamp(file: sources.File) -> list:
 
 
 def _content(file: sources.File) -> list:
-    """A file's format, and the sha256 of its content, which is read, or a store's version of it."""
+    """A file's format, and the sha256 of its content, which is read, or a store's version of it. A
+    prepared corpus is known by its corpus.json, which has the checksums of the others."""
+    if file.format in ("prepared", "beside") and not file.path.endswith(INFO):
+        return [file.format, file.size]
     if addresses.is_address(file.path):
         return [file.format, file.size, file.modified]
     with open(file.path, "rb") as stream:
@@ -405,11 +416,16 @@ def _open(
         if (folder.name, checksum) != (info["of"], info["checksum"]):
             return None
         if source.holds_tokens:
-            ids = map_source(folder, source, data)
+            ids = map_source(folder, source, data, info["dtype"] if source.is_prepared else "")
         else:
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
-        mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
+        mask: Sliced | None = None
+        if info["masked"] and source.is_prepared:
+            (file,) = [file for file in source.files if file.path.endswith("mask.bin")]
+            mask = map_tokens(file, file.path, data, "uint8")
+        elif info["masked"]:
+            mask = np.memmap(folder / "mask.bin", np.uint8, "r")
         arrays: dict[str, Any] = {"tokens": ids, "documents": documents, "mask": mask}
         changed = [
             name
