@@ -10,9 +10,9 @@ import numpy as np
 from jaxtrain.config.sources import Source
 from jaxtrain.data.corpus import CHUNK
 from jaxtrain.data.preparing.corpus_writer import CorpusWriter, ReadingProgress
-from jaxtrain.data.reading.compressed import is_compressed, unpack
+from jaxtrain.data.reading.compressed import is_compressed, plain_file, unpack
 from jaxtrain.data.reading.joined import parts_of
-from jaxtrain.data.reading.megatron_index import document_ends
+from jaxtrain.data.reading.megatron_index import document_ends, index_path
 from jaxtrain.data.reading.token_files import (
     id_beyond_vocabulary,
     map_source,
@@ -43,9 +43,10 @@ def index_tokens(
         writer.append("documents", np.zeros(1, "<i8"))
         for file, ids in zip(files, parts_of(tokens), strict=True):
             if file.format == "megatron":
-                for ends in document_ends(file.path):
-                    writer.append("documents", (end + ends).astype("<i8"))
-                    count += len(ends)
+                with plain_file(index_path(file.path), folder) as index:
+                    for ends in document_ends(file, index):
+                        writer.append("documents", (end + ends).astype("<i8"))
+                        count += len(ends)
             place = 0  # of the chunk in its file
             for chunk in read_tokens(ids, CHUNK):
                 bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))

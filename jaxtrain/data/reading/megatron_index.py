@@ -13,12 +13,14 @@ Source: _IndexWriter in Megatron-LM (megatron.core.datasets.indexed_dataset).
 """
 
 import os
+import pathlib
 import struct
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from jaxtrain.config.sources import File
 from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import open_input
 
@@ -65,17 +67,17 @@ def read_header(stream: BinaryIO, path: str) -> Header:
     return Header(np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds)
 
 
-def document_ends(tokens: str) -> Iterator[np.ndarray]:
+def document_ends(tokens: File, content: pathlib.Path) -> Iterator[np.ndarray]:
     """The places after the last tokens of the documents of a Megatron file, whose .bin is `tokens`,
     ascending, in arrays of int64. A document without tokens is none.
+
+    content: the index, or a local copy of it
 
     Raises FileError if the sequences are not one after the other, or end elsewhere than the .bin,
     and if the documents are not made of them.
     """
-    path = index_path(tokens)
-    with open_input(tokens) as stream:
-        size = stream.seek(0, os.SEEK_END)
-    with open_input(path) as stream:
+    path, size = index_path(tokens.path), tokens.size
+    with open_input(str(content)) as stream:
         dtype, count, bounds_count = read_header(stream, path)
 
         def read(start: int, kind: str, first: int, most: int) -> np.ndarray:
@@ -98,13 +100,13 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
                 raise FileError(
                     f"{path}: sequence {first + i} has {lengths[i]:,} tokens from byte "
                     f"{begins[i]:,} on, and the one before ends at byte {expected[i]:,} of the "
-                    f"{size:,} of {tokens}: {MISMATCH}"
+                    f"{size:,} of {tokens.path}: {MISMATCH}"
                 )
             end = int(ends[-1])
         if end != size:
             raise FileError(
-                f"{path}: sequence {count - 1}, the last one, ends at byte {end:,}, and {tokens} "
-                f"has {size:,}: {MISMATCH}"
+                f"{path}: sequence {count - 1}, the last one, ends at byte {end:,}, and "
+                f"{tokens.path} has {size:,}: {MISMATCH}"
             )
         last = place = 0  # of the bounds examined so far, the last one and its byte
         for first in range(0, bounds_count, BLOCK):

@@ -56,7 +56,12 @@ LIBRARIES = (
     "asyncio",
     "requests",
 )
-LASTING = ("Credential", "Profile", "Validation")  # in names of errors that no wait mends
+LASTING = (
+    "Credential",
+    "Profile",
+    "Validation",
+    "Expired",
+)  # in names of errors that no wait mends
 # What an information of fsspec has that is another for other content, the most certain first.
 VERSIONS = ("ETag", "md5Hash", "generation", "etag", "mtime", "created")
 _away: list[float] = []  # when each read that is being tried again failed first
