@@ -1,11 +1,14 @@
-"""A run whose checkpoints lie in an object store, by the real commands: killed and continued, with
-the store away for a while."""
+"""Runs whose checkpoints or sources lie in an object store, by the real commands: killed and
+continued, with the store away for a while."""
 
 import os
+import subprocess
+import sys
 import time
 
+import numpy as np
 import pytest
-from support import object_store, train_runs as runs
+from support import object_store, slow_proxy, train_runs as runs
 from support.train_runs import settings
 
 from jaxtrain.run.exit_status import ExitStatus
@@ -74,3 +77,52 @@ def test_a_store_without_the_bucket_is_told_at_the_start(folder, server):
         "error: checkpoint.directory='s3://nobody/run' cannot be written (The specified bucket"
     )
     assert "compiled in" not in done.out and "Traceback" not in done.err
+
+
+@pytest.fixture(scope="module")
+def proxy(server):
+    """A proxy in front of the store."""
+    with slow_proxy.SlowProxy(int(server.endpoint.rpartition(":")[2])) as proxy:
+        yield proxy
+
+
+def test_training_from_a_store(folder, server, proxy):
+    """More is read than the cache has; the store goes away for longer than a hang may last."""
+    ids = np.random.default_rng(0).integers(1, 250, 10_000_000).astype("<u2")
+    (folder / "ids.bin").write_bytes(ids.tobytes())
+    url = f"s3://{server.bucket}/ids.bin"
+    environment = in_store(server) | {"AWS_ENDPOINT_URL": proxy.endpoint}
+    upload = "import sys, s3fs; s3fs.S3FileSystem().put_file('ids.bin', sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", upload, url], env=os.environ | environment, cwd=folder, check=True
+    )
+    data = {"data__tokenizer": "none", "data__store_cache_gb": 0.015, "model__vocab_size": 256}
+    common = settings(**data, train__hang_after=4, train__sample_tokens=0, checkpoint__every=1000)
+    runs.train(folder / "near", *common, *settings(data__source="ids.bin", train__steps=100))
+    flags = [*common, *settings(data__source=url, train__steps=100)]
+    workdir, cache = folder / "far", folder / "cache"
+    with runs.running(folder, *runs.training(workdir, *flags), environment=environment) as command:
+        command.wait_for(lambda: runs.last_step(workdir) >= 5, "step 5")
+        proxy.failing = "closed"
+        time.sleep(25)
+        stopped_at = runs.last_step(workdir)
+        assert stopped_at < 100
+        proxy.failing = ""
+        command.wait_for(lambda: runs.last_step(workdir) > stopped_at, "a step after the outage")
+        kept = sum(path.stat().st_size for path in cache.rglob("blocks/*/*"))
+        assert kept <= 0.015 * 1e9
+        done = command.end()
+    assert done.err.count("it is tried again until the store answers") == 1
+    assert "the store has answered, after " in done.out
+    assert runs.losses(workdir) == runs.losses(folder / "near")
+
+    for changes, status, why in (
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, ExitStatus.BAD_CONFIG, "The request signature we"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, ExitStatus.STORAGE, "Could not connect to"),
+    ):
+        done = runs.train(
+            folder / "never", *flags, environment=environment | changes, status=status
+        )
+        error = f"error: data.source={url} cannot be read ({why}"
+        assert done.err.splitlines()[-1].startswith(error) and "compiled in" not in done.out
+        assert not (folder / "never").exists()

@@ -3,6 +3,7 @@ files, folders, patterns and `stdlib`, and the files that each of them names.
 
     file      one of the formats below; it may be compressed (`.jsonl.gz`, `.txt.zst`, …). A
               Megatron file is named by its `.bin`, its `.idx` or what both begin with
+    prepared  a folder of data.cache, or a copy of one that has its tokens: a corpus by itself
     folder    every file below it, in the order of their paths. Names that begin with `_` or `.` are
               passed over: Spark and Hadoop write `_SUCCESS` and `.part-0.crc` beside the data.
               Links to folders are reported and not followed. A pipe, a socket or a dangling link
@@ -85,7 +86,11 @@ FORMATS = {
     "npy": Format("tokens (.npy)", (".npy",), "tokens"),
     "megatron": Format("Megatron (.bin with .idx)", (), "tokens"),  # the .bin
     "idx": Format("", (".idx",), "tokens"),
+    "prepared": Format("", (), "tokens"),  # the tokens.bin of a prepared corpus
+    "beside": Format("", (), "tokens"),  # its other files
 }
+PREPARED = ("tokens.bin", "corpus.json", "documents.bin")  # what a prepared corpus has at least
+BESIDE = ("idx", "beside")  # formats of files that lie beside tokens
 RECORDS = ", ".join(format.title for format in FORMATS.values() if format.holds == "records")
 BY_ENDING = {ending: name for name, format in FORMATS.items() for ending in format.endings}
 HELP = (
@@ -150,10 +155,14 @@ class Source:
         return bool(self.token_files)
 
     @property
+    def is_prepared(self) -> bool:
+        return any(file.format == "prepared" for file in self.files)
+
+    @property
     def token_files(self) -> list[File]:
         """The files that hold tokens, without their indices."""
         tokens = [file for file in self.files if FORMATS[file.format].holds == "tokens"]
-        return [file for file in tokens if file.format != "idx"]
+        return [file for file in tokens if file.format not in BESIDE]
 
     @property
     def has_fields(self) -> bool:
@@ -171,6 +180,8 @@ class Source:
         the names that were passed over, texts beside records, links to folders."""
         if self.name == STDLIB or self.files[:1] and pathlib.Path(self.files[0].path) == self.root:
             return []
+        if self.is_prepared:
+            return [f"data.source={self.name}: a prepared corpus, whose tokens are read in place"]
         lines = [
             f"data.source={self.name}: read {_amounts(ending(file.path) for file in self.files)}"
         ]
@@ -251,6 +262,8 @@ def check(name: str) -> None:
 def check_address(name: str) -> None:
     """Raises ConfigError for the address of a source in no store that can be used. The store is not
     asked."""
+    if name.startswith(addresses.HUB):
+        return
     # a bucket itself may be a source
     if wrong := addresses.fault(f"{name.rstrip('/')}/*") or addresses.missing_package(name):
         fixes = [{"data.source": place.removesuffix("/*")} for place in wrong.meant]
@@ -267,10 +280,21 @@ def find(name: str) -> Source:
         paths = map(str, _pair(root) or (root,))
         source = Source(name, root, tuple(_stat(path, _format_at(path)) for path in paths))
     else:
-        source = _list(name, root, pattern)
+        source = _prepared(_list(name, root, pattern))
     if problem := _mixed_tokens(source):
         raise ConfigError("data.source", name, problem)
     return source
+
+
+def _prepared(source: Source) -> Source:
+    """The source with the files of a prepared corpus alone, if its folder has one."""
+    files = {os.path.relpath(file.path, source.root): file for file in source.files}
+    if source.pattern or not files.keys() >= {*PREPARED}:
+        return source
+    names = [name for name in (*PREPARED, "mask.bin") if name in files]
+    formats = ["prepared", *["beside"] * len(names)]
+    own = tuple(files[name]._replace(format=kind) for name, kind in zip(names, formats))
+    return dataclasses.replace(source, files=own)
 
 
 def find_among(
@@ -298,6 +322,7 @@ def find_among(
     if not source.files:
         others = [file for file in files if file not in matches]
         raise _no_files(source, [ending(file.path) for file in others], 0)
+    source = _prepared(source)
     if problem := _mixed_tokens(source):
         raise ConfigError("data.source", name, problem)
     return source

@@ -9,6 +9,7 @@ Neither knows of meshes, processes or threads: loader.py puts batches onto devic
 """
 
 import bisect
+import math
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -134,7 +135,25 @@ class TrainingBatches:
                     f"{few}, which are {count} sequence{'s'[: count > 1]} of {length}, and "
                     f"data.batch_size={span.batch_size}: they repeat within a batch"
                 )
+            lines += self._cache_note(k)
         return lines
+
+    def _cache_note(self, k: int) -> list[str]:
+        """A note about a cache that has no room for what is read ahead of source k."""
+        (source, corpus), order = self.corpora.pairs()[k], self._orders[k]
+        ranges, _ = order.window(0)
+        size = sum(last - first for first, last in ranges) * corpus.tokens.dtype.itemsize
+        most = source.data.store_cache_gb
+        needed = (
+            math.ceil(40 * size * len(self._orders) / 1e9) / 10
+        )  # two windows, and as much again
+        if not corpus.in_store or most >= min(needed, 1.1 * corpus.tokens.nbytes / 1e9):
+            return []
+        return [
+            f"data.store_cache_gb={most:g} is little for {source.setting}={corpus.source}, of "
+            f"which sequences are read in windows of {size / 1e9:.3g} GB: its blocks are requested "
+            f"again and again: use --config.data.store_cache_gb={needed:g}"
+        ]
 
     def describe(self, batch: int) -> str:
         """The epochs and the sequences of a batch, in words."""

@@ -123,7 +123,8 @@ def errors_of(source: MixtureSource) -> Iterator[None]:
         if not source.name or f"{error}".startswith(source.setting):
             raise
         text = f"{error}".removeprefix("data.source=")
-        raise DataError(f"{source.setting}{': ' if text == str(error) else '='}{text}") from error
+        error.args = (f"{source.setting}{': ' if text == str(error) else '='}{text}",)
+        raise
 
 
 def _identity(tokenizer: Tokenizer) -> dict[str, Any]:

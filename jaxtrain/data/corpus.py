@@ -37,7 +37,7 @@ class Corpus:
 
     tokens: Sliced
     documents: np.ndarray
-    mask: np.ndarray | None
+    mask: Sliced | None
     checksum: str
     tokenizer: Tokenizer
     folder: pathlib.Path

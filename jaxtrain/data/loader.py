@@ -30,6 +30,7 @@ from jaxtrain.config.phases import Span, span_at
 from jaxtrain.data.batches import Draw, HeldOutBatches, TrainingBatches
 from jaxtrain.data.corpora import Corpora, prepare_all
 from jaxtrain.data.row_log import RowLog
+from jaxtrain.data.stores.ranges import stop_reading_ahead
 from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.devices import cluster
 
@@ -145,6 +146,7 @@ class Loader(Generic[Content]):
 
     def close(self) -> None:
         """Ends the threads. Nothing can be iterated afterwards."""
+        stop_reading_ahead()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> "Loader[Content]":

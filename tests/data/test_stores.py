@@ -8,6 +8,7 @@ import itertools
 import json
 import pathlib
 import random
+import shutil
 import threading
 import time
 
@@ -15,11 +16,20 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from support.token_files import write_pair
 
+from jaxtrain import config as configs
 from jaxtrain.config import ConfigError, addresses
+from jaxtrain.config.phases import spans
+from jaxtrain.data import document_packing, order
+from jaxtrain.data.batches import TrainingBatches
+from jaxtrain.data.corpora import prepare_all
+from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.stores import blocks, filesystem, listing, ranges
-from jaxtrain.data.stores.filesystem import Protocol, StoreAwayError, StoreError
+from jaxtrain.data.stores.filesystem import Protocol
+from jaxtrain.data.stores.ranges import stop_reading_ahead
+from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import watchdog
 
 STORE = "memory://bucket"
@@ -152,6 +162,23 @@ def test_token_files_are_read_in_place(config, store, tmp_path, monkeypatch, for
                 assert len(far.tokens[first : first + 2000])
 
 
+def test_megatron_files_and_several_token_files(config, store, tmp_path):
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    sequences = [[1, 2, 3], [4], [5, 6]]
+    write_pair(folder / "a", sequences, [0, 2, 3], "<u2", 8)
+    write_pair(folder / "b", sequences[::-1], [0, 1, 2, 3], "<u2", 8)
+    for path in folder.iterdir():
+        put(store, f"tokens/{path.name}", path.read_bytes())
+    near = prepare(config(source=str(folder)), 257, progress=False)
+    far = prepare(config(source=f"{STORE}/tokens"), 257, progress=False)
+    assert far.checksum == near.checksum and far.documents.tolist() == near.documents.tolist()
+    assert far.tokens[2:9].tolist() == near.tokens[2:9].tolist() == [3, 4, 5, 6, 5, 6, 4]
+    far.prefetch([(0, 12)])
+    # both tokens.bin have the same version, and are two files of the cache all the same
+    assert sorted(path.name for path in far.folder.iterdir()) == ["corpus.json", "documents.bin"]
+
+
 def test_adjacent_blocks_are_one_request(store, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "BLOCK", 100)
     monkeypatch.setattr(blocks, "BLOCK", 100)
@@ -164,6 +191,47 @@ def test_adjacent_blocks_are_one_request(store, tmp_path, monkeypatch):
     assert stored.read(20, 1550) == content[20:]
     asked = sorted((each["start"], each["end"]) for _, each in store.asked)
     assert asked == [(0, 100), (200, 600), (600, 1000), (1000, 1400), (1400, 1550)]
+
+
+def test_windows_are_read_ahead(store, tmp_path, monkeypatch):
+    """Batches are those of a local file; few bytes are requested twice where two windows fit, and a
+    cache that is too small for that has a note."""
+    for module, name, value in (
+        (ranges, "BLOCK", 128),
+        (blocks, "BLOCK", 128),
+        (document_packing, "GROUP", 256),
+        (order, "WINDOW", 4),
+    ):
+        monkeypatch.setattr(module, name, value)
+    ids = np.random.default_rng(0).integers(0, 250, 30_000).astype("<u2")
+    (tmp_path / "a.bin").write_bytes(ids.tobytes())
+    url = put(store, "a.bin", ids.tobytes())
+    changes = {
+        "data.tokenizer": "none",
+        "data.cache": str(tmp_path / "cache"),
+        "data.sequence_length": 32,
+        "data.store_cache_gb": 25e-6,
+    }
+
+    def batches(**more) -> TrainingBatches:
+        names = {name.replace("__", "."): value for name, value in more.items()}
+        c = configs.replace(configs.Config(), changes | names)
+        return TrainingBatches(prepare_all(c.data, 257, progress=False), spans(c))
+
+    near, far = batches(data__source=str(tmp_path / "a.bin")), batches(data__source=url)
+    (note,) = far.remarks()
+    assert note.startswith("data.store_cache_gb=2.5e-05 is little for data.source=memory://buc")
+    assert near.remarks() == [] == batches(data__source=url, data__store_cache_gb=1.0).remarks()
+    store.asked.clear()
+    for batch in range(55):  # nearly an epoch
+        draws = [far.draw(batch, place) for place in range(16)]
+        far.prefetch(draws)
+        for place, draw in enumerate(draws):
+            expected = near.draw(batch, place).arrays()
+            assert all(np.array_equal(draw.arrays()[name], expected[name]) for name in expected)
+    stop_reading_ahead()
+    asked = sum(each["end"] - each["start"] for _, each in store.asked if "start" in each)
+    assert asked < 1.5 * ids.nbytes
 
 
 def test_an_outage_is_waited_out(store, tmp_path, capsys):
@@ -192,10 +260,51 @@ def test_an_outage_is_waited_out(store, tmp_path, capsys):
 def test_streams(store):
     content = random.Random(0).randbytes(30_000)
     address = put(store, "a", content)
-    assert hashlib.sha256(io.BufferedReader(ranges.StoreStream(address, 2), 4096).read()).digest()
-    for ahead in (0, 2):
+    assert hashlib.sha256(io.BufferedReader(ranges.StoreStream(address), 4096).read()).digest()
+    for ahead in (0, 1 << 14):
         with ranges.StoreStream(address, ahead) as stream:
             assert stream.read(10) == content[:10] and stream.seek(-5, io.SEEK_END) == 29_995
             assert stream.read() == content[-5:] and stream.read(3) == b""
             stream.seek(100)
             assert io.BufferedReader(stream, 1 << 16).read() == content[100:]
+
+
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_a_prepared_corpus_is_a_source(config, store, tmp_path, place):
+    """Its tokens are read in place, its checksum is that of the corpus, and it has its own mask."""
+    lines = [json.dumps({"prompt": f"question {n}?", "text": f" {n * n}."}) for n in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    settings = {"text_fields": ("prompt", "text"), "loss_mask": ("prompt",)}
+    first = prepare(config(source=str(tmp_path / "a.jsonl"), **settings), 257, progress=False)
+    copy = tmp_path / "copy"
+    shutil.copytree(first.folder, copy)
+    name = str(copy)
+    if place == "store":
+        for path in copy.iterdir():
+            put(store, f"copy/{path.name}", path.read_bytes())
+        name = f"{STORE}/copy"
+    other = {"cache": tmp_path / "other"}
+    corpus = prepare(config(source=name, **other), 257, progress=False)
+    assert corpus.checksum == first.checksum and corpus.folder.parent == tmp_path / "other"
+    assert sorted(path.name for path in corpus.folder.iterdir()) == ["corpus.json", "documents.bin"]
+    for array, expected in ((corpus.tokens, first.tokens), (corpus.mask, first.mask)):
+        assert np.array_equal(array[10:500], expected[10:500]) and len(array) == len(expected)
+    assert corpus.in_store == (place == "store")
+    again = prepare(config(source=name, **other), 257, progress=False)
+    assert again.prepared == corpus.prepared
+
+    with pytest.raises(DataError, match="data.tokenizer=none is not the tokenizer with which"):
+        prepare(config(source=name, tokenizer="none", **other), 257, progress=False)
+    for file, content, message in (
+        ("tokens.bin", b"12", "tokens.bin: has 2 bytes, and by corpus.json"),
+        ("documents.bin", b"1" * 8 * len(first.documents), "documents.bin: damaged: its checksum"),
+        ("corpus.json", b"[]", "corpus.json: not the description of a prepared corpus"),
+    ):
+        if place == "store":
+            put(store, f"copy/{file}", content)
+        else:
+            (copy / file).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            prepare(config(source=name, cache=tmp_path / "third"), 257, progress=False)
+        (copy / file).write_bytes((first.folder / file).read_bytes())
+        put(store, f"copy/{file}", (first.folder / file).read_bytes())

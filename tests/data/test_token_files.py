@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+from support.token_files import write_pair
 
 from jaxtrain.data.corpus import bigram_entropy
 from jaxtrain.data.document_packing import Sequences
@@ -31,23 +32,6 @@ def failure(config, status=ExitStatus.BAD_CONFIG):
         prepare(config, 257, progress=False)
     assert "\n" not in str(caught.value) and caught.value.status == status
     return str(caught.value)
-
-
-def write_pair(path, sequences, bounds=None, dtype="<u2", code=8, **header):
-    """Writes a Megatron file by hand: the sequences, of which each is a document."""
-    ids = [np.array(ids, dtype) for ids in sequences]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in ids))
-    bounds = range(len(ids) + 1) if bounds is None else bounds
-    sizes = [part.nbytes for part in ids]
-    head = {"magic": b"MMIDIDX\0\0", "version": 1, "n": len(ids), "d": len(bounds)} | header
-    path.with_suffix(".idx").write_bytes(
-        struct.pack("<9sQBQQ", head["magic"], head["version"], code, head["n"], head["d"])
-        + np.array([len(part) for part in ids], "<i4").tobytes()
-        + np.array([0, *itertools.accumulate(sizes)], "<i8")[:-1].tobytes()
-        + np.array(bounds, "<i8").tobytes()
-    )
-    return path.with_suffix(".bin")
 
 
 # ---- several files
@@ -130,7 +114,8 @@ def test_files_that_do_not_fit_together(config, tmp_path):
 
 @pytest.mark.parametrize("block", [2, 1 << 20])
 def test_megatron_documents_are_those_of_the_index(config, tmp_path, monkeypatch, block):
-    """No id ends them, they may have several sequences or none, and segments follow them."""
+    """No id ends them, they may have several sequences, and segments follow them. A document
+    without tokens is left out, as a record without text is."""
     monkeypatch.setattr(megatron_index, "BLOCK", block)
     sequences = [[1, 2, 3], [END, 4], [], [5], [6, 7, 8, 9, END, END], [10]]
     for dtype, code in ((1, "u1"), (2, "i1"), (3, "i2"), (4, "i4"), (5, "i8"), (8, "u2")):
@@ -139,9 +124,7 @@ def test_megatron_documents_are_those_of_the_index(config, tmp_path, monkeypatch
         options = {"attend_across_documents": False, "validation_fraction": 0.0}
         corpus = prepare(config(source=path, **options), 257, progress=False)
         assert corpus.tokens.dtype == f"<{code}" and corpus.tokens.filename == path
-        assert documents_of(corpus) == [
-            small[0] + small[1], [], [5], small[4], [10]
-        ]  # fmt: skip
+        assert documents_of(corpus) == [small[0] + small[1], [5], small[4], [10]]
     sequence = Sequences(corpus, corpus.train, 12, False)[0]
     assert sequence["segments"].tolist() == [1] * 5 + [2] + [3] * 6
     assert sequence["positions"].tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5]

@@ -1,6 +1,7 @@
 """When a watchdog ends its process, and with which words; the process's end is replaced. Real runs:
 tests/chaos."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -198,6 +199,28 @@ def test_the_process_that_waits_for_data_is_behind(world, tmp_path, capfd):
         for line in lines
     )
     assert len(list((tmp_path / "hang").iterdir())) == 3
+
+
+def test_what_waits_for_a_store_does_not_hang_nor_those_that_wait_for_it(world, monkeypatch):
+    """Only process 1 knows that the store is away; when it has answered, limits count from then."""
+    excused: list[bool] = [True]
+    two = world(2, 0.3)
+    beat = Watchdog._beat
+    monkeypatch.setattr(
+        Watchdog,
+        "_beat",
+        lambda self: dataclasses.replace(
+            beat(self), excused=self is two.watchdogs[1] and bool(excused)
+        ),
+    )
+    start(two, 1, 0)
+    assert not two.over[0].wait(1.5) and not two.over[1].is_set()
+    excused.clear()
+    two.wait(0, 1)
+    assert set(two.ended.values()) == {ExitStatus.HUNG}
+    with watchdog.excused("s3://bucket/a"):
+        assert beat(two.watchdogs[0]).excused
+    assert not beat(two.watchdogs[0]).excused
 
 
 def test_a_silent_process_is_behind(world, capfd):

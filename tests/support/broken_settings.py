@@ -1266,6 +1266,18 @@ UNUSED = [
     ),
     ({"data.bad_records": "skip"}, "data.bad_records=skip has no use with data.source='stdlib'"),
     (
+        {"data.source": __file__, "data.sources": ("a=stdlib",)},
+        f"data.source={__file__} has no use with data.sources",
+    ),
+    (
+        {"data.token_dtype": "uint32", "data.sources": ("a=stdlib", "b=b.txt")},
+        "data.token_dtype=uint32 has no use with data.sources",
+    ),
+    (
+        {"data.sources": ("a=stdlib", "a.exhausted=leave")},
+        "data.sources: a.exhausted=leave has no use with its epochs=0, without end",
+    ),
+    (
         {"data.filter": "mine:keep", "data.source": "ids.bin"},
         "data.filter=mine:keep has no use with data.source='ids.bin'",
     ),

@@ -48,6 +48,7 @@ import numpy as np
 from jaxtrain.config import ConfigError, addresses, own_code, sources
 from jaxtrain.data.corpus import CHUNK, Corpus
 from jaxtrain.data.preparing import cache, duplicates
+from jaxtrain.data.preparing.adopt import adopt_corpus
 from jaxtrain.data.preparing.corpus_writer import (
     INFO,
     ReadingProgress,
@@ -231,6 +232,9 @@ class Preparation:
     def _fill(self, folder: pathlib.Path) -> None:
         """Writes the corpus into a folder."""
         with self._unchanged():
+            if self._source.is_prepared:
+                adopt_corpus(folder, self._data, self._source, self._tokenizer)
+                return
             if self._source.holds_tokens:
                 index_tokens(folder, self._data, self._source, self._tokenizer, self._progress)
                 return
@@ -388,7 +392,10 @@ def _stamp(file: sources.File) -> list:
 
 
 def _content(file: sources.File) -> list:
-    """A file's format, and the sha256 of its content, which is read, or a store's version of it."""
+    """A file's format, and the sha256 of its content, which is read, or a store's version of it. A
+    prepared corpus is known by its corpus.json, which has the checksums of the others."""
+    if file.format in ("prepared", "beside") and not file.path.endswith(INFO):
+        return [file.format, file.size]
     if addresses.is_address(file.path):
         return [file.format, file.size, file.modified]
     with open(file.path, "rb") as stream:
@@ -416,11 +423,16 @@ def _open(
         if (folder.name, checksum) != (info["of"], info["checksum"]):
             return None
         if source.holds_tokens:
-            ids = map_source(folder, source, data)
+            ids = map_source(folder, source, data, info["dtype"] if source.is_prepared else "")
         else:
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
-        mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
+        mask: Sliced | None = None
+        if info["masked"] and source.is_prepared:
+            (file,) = [file for file in source.files if file.path.endswith("mask.bin")]
+            mask = map_tokens(file, file.path, data, "uint8")
+        elif info["masked"]:
+            mask = np.memmap(folder / "mask.bin", np.uint8, "r")
         arrays: dict[str, Any] = {"tokens": ids, "documents": documents, "mask": mask}
         changed = [
             name

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from jaxtrain.config import addresses
 from jaxtrain.config.sources import COMPRESSIONS
 from jaxtrain.data.reading.bad_records import DamagedFile
-from jaxtrain.data.stores.ranges import StoreStream
+from jaxtrain.data.stores.ranges import PART, StoreStream
 
 BLOCK = 1 << 20  # bytes read, and at most decompressed, at a time
 MAGIC = {
@@ -45,11 +45,11 @@ ARCHIVES = {"a tar archive": (257, b"ustar"), "a zip archive": (0, b"PK\x03\x04"
 TOO_WIDE = "requires too much memory"  # in what zstd says of a window that it does not take unasked
 
 
-def open_input(path: str) -> BinaryIO:
+def open_input(path: str, ahead: int = PART) -> BinaryIO:
     """A file of a source, open for reading and seeking, without a buffer: all readers but those
-    that take a path (`plain_file`) open files here."""
+    that take a path (`plain_file`) open files here. ahead: as in StoreStream"""
     if addresses.is_address(path):
-        return StoreStream(path, ahead=2)  # type: ignore[return-value]
+        return StoreStream(path, ahead)  # type: ignore[return-value]
     return open(path, "rb", buffering=0)  # type: ignore[return-value]
 
 
@@ -83,7 +83,7 @@ class Reader(io.BufferedReader):
 
 def is_compressed(path: str) -> bool:
     """True if a file begins as compressed files do."""
-    with open_input(path) as file:
+    with open_input(path, ahead=0) as file:
         return bool(_compression(path, file.read(HEAD)))
 
 

@@ -27,7 +27,7 @@ def extents(file: File, size: int) -> list[tuple[File, int]]:
 def _lines(file: File, size: int) -> Iterator[tuple[File, int]]:
     """Extents that begin with the first line at or behind each multiple of `size`."""
     first = 0
-    with io.BufferedReader(open_input(file.path), LINE) as stream:  # type: ignore[type-var]
+    with io.BufferedReader(open_input(file.path, ahead=0), LINE) as stream:  # type: ignore[type-var]
         while first < file.size:
             stream.seek((first // size + 1) * size - 1)
             while (line := stream.readline(BLOCK)) and not line.endswith(b"\n"):
@@ -60,7 +60,7 @@ def _row_groups(file: File, size: int) -> Iterator[tuple[File, int]]:
     import pyarrow.parquet
 
     try:
-        with open_input(file.path) as stream:
+        with open_input(file.path, ahead=0) as stream:
             metadata = pyarrow.parquet.read_metadata(stream)
         groups = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     except (pyarrow.ArrowException, OSError):

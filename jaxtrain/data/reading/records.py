@@ -186,7 +186,7 @@ def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a Parquet file. A compressed one is decompressed into `scratch` before, since
     its parts are not read in their order."""
     if addresses.is_address(file.path) and not is_compressed(file.path):
-        with StoreStream(file.path) as stream:
+        with StoreStream(file.path, ahead=0) as stream:
             yield from _parquet_rows(file, stream, runs)
         return
     with plain_file(file.path, scratch) as path:
@@ -266,7 +266,7 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
 def _has_arrow_end(path: str) -> bool:
     """True if a file ends as an Arrow stream or file does, or as a stream of the time before
     version 0.15, whose messages begin with their length."""
-    with open_input(path) as file:
+    with open_input(path, ahead=0) as file:
         head = file.read(len(ARROW_FILE))
         file.seek(-min(len(ARROW_END), file.seek(0, os.SEEK_END)), os.SEEK_END)
         tail = file.read(len(ARROW_END))

@@ -73,12 +73,12 @@ def token_path(folder: pathlib.Path, source: Source, file: File) -> str:
     return file.path
 
 
-def map_source(folder: pathlib.Path, source: Source, data: Any) -> Sliced:
+def map_source(folder: pathlib.Path, source: Source, data: Any, raw_dtype: str = "") -> Sliced:
     """The tokens of a source's files, [n], memory-mapped or read by ranges, with those that were
     decompressed in a prepared folder. Raises FileError if they are of several types, and as
     map_tokens does."""
     files = source.token_files
-    parts = [map_tokens(file, token_path(folder, source, file), data) for file in files]
+    parts = [map_tokens(file, token_path(folder, source, file), data, raw_dtype) for file in files]
     for file, part in zip(files, parts, strict=True):
         if part.dtype != parts[0].dtype:
             raise FileError(
@@ -89,11 +89,12 @@ def map_source(folder: pathlib.Path, source: Source, data: Any) -> Sliced:
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-def map_tokens(file: File, path: str, data: Any) -> np.memmap | StoreArray:
+def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memmap | StoreArray:
     """The tokens of a file that lies at a path or address, [n], memory-mapped or read by ranges.
     Raises FileError if its size, shape or type cannot be that of tokens.
 
     data: token_dtype, cache and store_cache_gb are used
+    raw_dtype: takes the place of data.token_dtype
     """
     if file.format == "npy":
         try:
@@ -115,11 +116,11 @@ def map_tokens(file: File, path: str, data: Any) -> np.memmap | StoreArray:
     size = file.size if path == file.path else os.path.getsize(path)
     if file.format == "megatron":
         index = index_path(file.path)
-        with open_input(index) as stream:
+        with open_input(index, ahead=0) as stream:
             dtype = read_header(stream, index).dtype
         whose = f"{dtype.name}, the type in its index"
     else:
-        dtype = token_dtype_of(data.token_dtype)
+        dtype = token_dtype_of(raw_dtype or data.token_dtype)
         whose = f"data.token_dtype={data.token_dtype}"
     if size % dtype.itemsize or not size:
         raise FileError(f"{file.path}: {size} bytes are no whole number of tokens of {whose}")
@@ -130,7 +131,7 @@ def map_tokens(file: File, path: str, data: Any) -> np.memmap | StoreArray:
 
 def _stored_npy(file: File, data: Any) -> StoreArray:
     """The array of an .npy file in a store. Raises ValueError for another file."""
-    with open_input(file.path) as stream:
+    with open_input(file.path, ahead=0) as stream:
         version = np.lib.format.read_magic(stream)
         headers = {
             (1, 0): np.lib.format.read_array_header_1_0,

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.sources import File
+from jaxtrain.data.errors import StoreError
 from jaxtrain.data.preparing import cache
 from jaxtrain.data.stores.blocks import BLOCK, BlockCache
 from jaxtrain.data.stores.filesystem import (
-    StoreError,
     filesystem,
     read_range,
     version_of,
@@ -27,8 +27,7 @@ from jaxtrain.data.stores.filesystem import (
 )
 
 TOGETHER = 8  # blocks of a request at most
-PART = 4 << 20  # bytes of a stream that are requested at a time
-LEAST = 1 << 15  # bytes of a read of a stream that goes on, probably
+PART = 4 << 20  # bytes that a stream requests ahead
 CHECK_S = 10.0  # seconds after which a file's version is looked at again
 POLL_S = 0.002  # seconds between two looks for a block that another thread or process requests
 # requests that somebody waits for, and those of what is read ahead
@@ -36,6 +35,8 @@ NEEDED, AHEAD = (
     concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix=f"jaxtrain-store-{name}")
     for name in ("needed", "ahead")
 )
+
+_ahead: set[Future[None]] = set()  # that are queued, or run
 
 
 class StoreFile:
@@ -75,7 +76,8 @@ class StoreFile:
         if is_needed and blocks:
             self._request(blocks)
         elif blocks:
-            AHEAD.submit(self._read_ahead, blocks)
+            _ahead.add(future := AHEAD.submit(self._read_ahead, blocks))
+            future.add_done_callback(_ahead.discard)
 
     def _read_ahead(self, blocks: Sequence[int]) -> None:
         for together in self._claimed(blocks):  # now, so that a claim does not wait in a queue
@@ -181,18 +183,16 @@ _block_cache = functools.cache(BlockCache)
 
 
 class StoreStream(io.RawIOBase):
-    """The bytes of a file of a store, from any place on.
+    """The bytes of a file of a store, from any place on. Waits an outage out.
 
     Args:
-      ahead: parts of PART bytes that are requested before they are read; 0: each read is a request
-        of its own, of exactly its bytes, as those of fewer than LEAST bytes always are.
+      ahead: bytes that a request has beyond those that are read.
     """
 
-    def __init__(self, address: str, ahead: int = 0):
-        store = filesystem(address)
-        self.name, self._ahead = address, ahead
-        self.size = waited_out(address, lambda: store.info(address))["size"]
-        self._at, self._parts = 0, dict[int, Future[bytes]]()
+    def __init__(self, address: str, ahead: int = PART):
+        self._address, opened = address, filesystem(address).open
+        open_file = functools.partial(opened, address, block_size=ahead, cache_type="readahead")
+        self._file = waited_out(address, open_file)
 
     def readable(self) -> bool:
         return True
@@ -200,43 +200,21 @@ class StoreStream(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
-        self._at = start + offset
-        return self._at
+        return self._file.seek(offset, whence)
 
     def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self.size)
-        if end <= self._at:
-            return 0
-        if self._ahead and len(buffer) >= LEAST:
-            content = self._read_ahead(end)
-        else:
-            content = read_range(self.name, self._at, end)
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
-
-    def _read_ahead(self, end: int) -> bytes:
-        """Bytes from this place to `end`, or to the end of a part before."""
-        number, offset = divmod(self._at, PART)
-        last = min(number + self._ahead, (self.size - 1) // PART)
-        self._parts = {
-            each: self._parts.get(each) or NEEDED.submit(self._part, each)
-            for each in range(number, last + 1)
-        }
-        return self._parts[number].result()[offset : offset + end - self._at]
-
-    def _part(self, number: int) -> bytes:
-        return read_range(self.name, number * PART, min((number + 1) * PART, self.size))
+        return waited_out(self._address, lambda: self._file.readinto(buffer))
 
     def close(self) -> None:
-        for part in self._parts.values():
-            part.cancel()
+        self._file.close()
         super().close()
+
+
+def stop_reading_ahead() -> None:
+    """Gives up what is queued to be read ahead, for which the process would wait when it ends."""
+    for future in tuple(_ahead):
+        future.cancel()
 
 
 def _blocks(begin: int, end: int) -> range:

@@ -1,0 +1,73 @@
+"""A source that is a prepared corpus → a prepared folder, which has its index and its description;
+tokens and mask are read where they lie."""
+
+import hashlib
+import io
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config.sources import File, Source
+from jaxtrain.data.preparing import cache
+from jaxtrain.data.preparing.corpus_writer import INFO, corpus_checksum
+from jaxtrain.data.reading.bad_records import FileError
+from jaxtrain.data.reading.compressed import open_input
+from jaxtrain.data.tokenizer import DataError, Tokenizer
+
+INDEX = "documents.bin"
+
+
+def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tokenizer) -> None:
+    """Writes the index and the description of a prepared corpus into a folder, under the checksum
+    that it has. Its tokens are not read, only their number is compared.
+
+    Raises FileError for files that are not those of the description, and DataError if
+    data.tokenizer is not the corpus's.
+    """
+    files = {os.path.basename(file.path): file for file in source.files}
+    try:
+        info = json.loads(_content(files[INFO]))
+        parts, tokens = info["parts"], info["tokens"]
+        sizes = {
+            "tokens.bin": tokens * np.dtype(info["dtype"]).itemsize,
+            INDEX: 8 * (info["documents"] + 1),
+        } | ({"mask.bin": tokens} if info["masked"] else {})
+        its, own = ({**one, "path": ""} for one in (info["tokenizer"], tokenizer.describe()))
+        index_checksum, checksum = parts["documents"], info["checksum"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FileError(
+            f"{files[INFO].path}: not the description of a prepared corpus: copy the folder again"
+        ) from error
+    if its != own or checksum != corpus_checksum(parts, info["dtype"], tokenizer):
+        remedy = (
+            "use --config.data.tokenizer=bytes"
+            if its["kind"] == "bytes"
+            else f"name that of which {source.place}/tokenizer.json is a copy"
+        )
+        raise DataError(
+            f"data.tokenizer={data.tokenizer} is not the tokenizer with which "
+            f"data.source={data.source} was prepared: {remedy}"
+        )
+    index = _content(files[INDEX])
+    for name, size in sizes.items():
+        if name not in files or files[name].size != size:
+            has = f"{files[name].size:,} bytes" if name in files else "nothing"
+            raise FileError(
+                f"{source.place}/{name}: has {has}, and by {INFO} {size:,} bytes: copy it again"
+            )
+    if hashlib.sha256(index).hexdigest() != index_checksum:
+        raise FileError(f"{files[INDEX].path}: damaged: its checksum is not that in {INFO}")
+    (folder / INDEX).write_bytes(index)
+    own_name = folder.name.partition(cache.UNFINISHED)[0]
+    info |= {"of": own_name, "prepared": time.time()}
+    (folder / INFO).write_text(json.dumps(info, indent=1) + "\n")
+
+
+def _content(file: File) -> bytes:
+    """The bytes of a file."""
+    with io.BufferedReader(open_input(file.path)) as stream:  # type: ignore[type-var]
+        return stream.read()
