@@ -262,6 +262,8 @@ def check(name: str) -> None:
 def check_address(name: str) -> None:
     """Raises ConfigError for the address of a source in no store that can be used. The store is not
     asked."""
+    if name.startswith(addresses.HUB):
+        return
     # a bucket itself may be a source
     if wrong := addresses.fault(f"{name.rstrip('/')}/*") or addresses.missing_package(name):
         fixes = [{"data.source": place.removesuffix("/*")} for place in wrong.meant]
