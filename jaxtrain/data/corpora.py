@@ -8,9 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.config import ConfigError
-from jaxtrain.config.groups.mixture_settings import MixtureSource, mixture_of, validation_sets
+from jaxtrain.config.groups.mixture_settings import (
+    PARTS,
+    MixtureSource,
+    mixture_of,
+    validation_sets,
+)
 from jaxtrain.data.corpus import Corpus
-from jaxtrain.data.mixture import PARTS, in_parts
+from jaxtrain.data.mixture import in_parts
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.split import Stream
 from jaxtrain.data.tokenizer import DataError, Tokenizer

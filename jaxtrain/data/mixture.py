@@ -1,4 +1,4 @@
-"""The source of each sequence of a mixture, by closed form. Standard library and numpy.
+"""The source of each sequence of a mixture, by closed form. No jax.
 
 Training sequences are numbered through all batches. A `Segment` is a part of them with constant
 weights, which are multiples of 1/PARTS. Its sources follow a table of PARTS entries over and over,
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-PARTS = 65_536  # of a mixture; also the largest number of sources
+from jaxtrain.config.groups.mixture_settings import PARTS
 
 
 def in_parts(weights: Sequence[float]) -> tuple[int, ...]:

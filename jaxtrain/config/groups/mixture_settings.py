@@ -16,6 +16,7 @@ from jaxtrain.config.groups.run_settings import DataConfig
 from jaxtrain.config.groups.setting import text_value
 
 PATH = "path"
+PARTS = 65_536  # a mixture's weights are multiples of 1/PARTS, so these are the most sources
 EXHAUSTED = ("stop", "leave", "repeat")
 # The settings of `data` that a source may have for itself.
 OF_SOURCE = (

@@ -11,6 +11,7 @@ from jaxtrain.config.errors import nearly
 from jaxtrain.config.groups.mixture_settings import (
     EXHAUSTED,
     OF_SOURCE,
+    PARTS,
     PATH,
     entry_value,
     mixture_of,
@@ -42,6 +43,8 @@ def items_are_known(data: DataConfig) -> Iterator[Violation]:
             if path == SETS and any(source.name == name for source in mixture_of(data)):
                 rule = f"has {name}, the name of a source, and of the part that it holds out"
                 yield Violation(path, rule, [{path: without_entries(items, name)}])
+    if (count := len(mixture_of(data))) > PARTS:
+        yield Violation(SOURCES, f"has {count:,} sources, more than {PARTS:,}")
     if not any(source.weight for source in mixture_of(data)):
         yield Violation(SOURCES, "has no source with a weight above 0", [{SOURCES: ()}])
 
