@@ -184,7 +184,7 @@ def test_parts_that_are_damaged_or_left_by_a_kill_are_encoded_again(config, mixe
     data = config(source=mixed, cache=str(mixed.parent / "other"))
     done = prepare_shard(data, 257, (0, 3), progress=False)
     assert done.encoded and prepare_shard(data, 257, (0, 3), progress=False).encoded == 0
-    (work,) = (mixed.parent / "other").glob("corpus-*.parts")
+    (work,) = (mixed.parent / "other").glob("corpus-*.parts-1")
     part = work / "part-00003" / "tokens.bin"
     part.write_bytes(bytes(part.stat().st_size))
     (work / "part-00006" / "documents.bin").unlink()
@@ -226,10 +226,11 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
                 process.wait()
             present = {
                 str(part): part.stat()[1:3]
-                for part in cache.glob("corpus-*.parts/part-*")
+                for part in cache.glob("corpus-*.parts-1/part-*")
                 if re.fullmatch(r"part-\d+", part.name)
             }
-            if present:  # they go when the corpus is there
+            is_joined = any(re.fullmatch(r"corpus-\w+", each.name) for each in cache.glob("*"))
+            if not is_joined:  # then parts are removed
                 assert complete.items() <= present.items()
                 complete = present
             unfinished = [each for each in cache.rglob("*.tmp-*") if "known" not in each.parts]

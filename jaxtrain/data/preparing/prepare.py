@@ -14,7 +14,7 @@ again.
                                               only with data.loss_mask
                               tokenizer.json  a copy of the tokenizer's file, if it has one
 
-    <cache>/corpus-<key>.parts/             encoded parts, until they are joined (parts.py)
+    <cache>/corpus-<key>.parts-<version>/   encoded parts, until they are joined (parts.py)
     <cache>/known/<source>-<key>/at.json    the key of the content of files that have the paths,
                                             sizes and times of which this folder's key is a digest
 
@@ -58,7 +58,14 @@ from jaxtrain.data.preparing.encode import cores
 from jaxtrain.data.preparing.index_tokens import index_tokens
 from jaxtrain.data.preparing.join import join
 from jaxtrain.data.preparing.notes import notes
-from jaxtrain.data.preparing.parts import Part, StoredPart, divide, encode_part, open_part
+from jaxtrain.data.preparing.parts import (
+    VERSION,
+    Part,
+    StoredPart,
+    divide,
+    encode_part,
+    open_part,
+)
 from jaxtrain.data.reading.array_records import kinds_line
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.reading.compressed import is_compressed
@@ -174,7 +181,7 @@ class Preparation:
         except OSError:  # a cache that may not be written can have the corpus all the same
             noted = None
         self._content_key = noted or self._key(_content)
-        self._work = self._root / f"corpus-{self._content_key}.parts"
+        self._work = self._root / f"corpus-{self._content_key}.parts-{VERSION}"
 
     @functools.cached_property
     def _parts(self) -> list[Part]:
