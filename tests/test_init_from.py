@@ -305,3 +305,24 @@ def test_a_repository_without_safetensors(folder, hub):
     done = train_from_hub(hub, folder / "none", settings, status=ExitStatus.BAD_CONFIG)
     assert "has neither model.safetensors nor model.safetensors.index.json" in done.err
     assert done.err.count("\n") == 1 and not (folder / "none").exists()
+
+
+@pytest.mark.full
+def test_a_plan_needs_no_weights_of_prediction_modules(folder, hub):
+    """Whether the files have them is in the index."""
+    model, shard = folder / "glm", "model-00001-of-00001.safetensors"
+    values = CONFIGS["glm4_moe"] | {"num_nextn_predict_layers": 1}
+    name = f"model.layers.{values['num_hidden_layers']}.eh_proj.weight"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(values))
+    (model / "tokenizer.json").write_text(WORDS)
+    (model / shard).write_bytes(bytes(1000))
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: shard}}))
+    hub.publish("models/org/glm", model)
+    hub.requests.clear()
+    command = "jaxtrain.plan --config=from_hf --config.train.init_from=org/glm --devices=2"
+    environment = hub.environment(folder / "hub_of_glm")
+    with runs.running(folder, *command.split(), environment=environment) as running:
+        assert "prediction" not in running.end().err
+    small = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert hub.files() == small

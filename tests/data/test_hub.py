@@ -145,6 +145,9 @@ def test_refusals(programs, tmp_path):
     assert page in answers[3][1] and programs.err == ""
     answers = programs.read("org/gated", "org/private", HF_TOKEN=TOKEN)
     assert [files for _, files, _ in answers] == [[*FILES], [*FILES]]
+    (tmp_path / "home" / "token").write_text(TOKEN)  # as `hf auth login` stores it
+    (tmp_path / "home" / "hub").rename(tmp_path / "before")
+    assert programs.read("org/private")[0][1] == [*FILES]
     [(status, text)] = programs.read("org/name@v2", HF_TOKEN="hf_wrong")
     assert (status, "401 Unauthorized" in text) == (ExitStatus.BAD_CONFIG, True)
     hub.publish("models/org/name", tmp_path / "model", "v1", "v2")
