@@ -188,7 +188,7 @@ def test_damage_that_one_process_meets_is_everybody_s(single, workdir):
 def test_another_number_of_processes_neither_repeats_nor_skips_a_row(folder, workdir):
     """4, 2, 1 and again 4 processes of one run, the batch split over all, a mixture and phases:
     rows and losses are those of one process."""
-    (folder / "code.txt").write_text((folder / "recipe.py").read_text() * 8)
+    (folder / "code.txt").write_text((folder / "recipe.py").read_text() * 2)
     sources = (f"text={folder}/corpus.txt", f"code={folder}/code.txt", "code.weight=0.3")
     phases = ("later.step=5", "later.weight.code=0.6", "longer.step=8", "longer.sequence_length=64")
     flags = settings(mesh__stage=1, mesh__data=4, metrics__rows=True)
@@ -199,9 +199,7 @@ def test_another_number_of_processes_neither_repeats_nor_skips_a_row(folder, wor
         train(workdir, processes, *flags, *settings(train__steps=steps), devices=4)
     found = read_rows(workdir)
     assert found == read_rows(whole) and [*found] == list(range(STEPS))
-    checked = check_rows(workdir)
-    assert checked["code"].epochs > 1
-    assert sum(read.sequences for read in checked.values()) == 16 * STEPS
+    assert sum(read.sequences for read in check_rows(workdir).values()) == 16 * STEPS
     assert [record["batch"] for record in read_metrics(workdir) if "loss" in record] == list(
         range(STEPS)
     )

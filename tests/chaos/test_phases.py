@@ -70,7 +70,8 @@ def test_another_mesh(folder, undisturbed, processes):
 
 
 def test_a_roll_back_goes_on_in_the_phase_of_its_batch(folder):
-    """Batch 12 is the last before the ramp's second size; the run goes back to step 12."""
+    """Batch 17 is the last before the longer sequences: the run goes back to step 16, and its next
+    step has batch 18."""
     workdir = folder / "rolled_back"
     flags = settings(train__on_nonfinite="rollback", train__nonfinite_limit=2)
     words = runs.training(workdir, *FLAGS, *flags)
@@ -81,5 +82,6 @@ def test_a_roll_back_goes_on_in_the_phase_of_its_batch(folder):
     all_spans = spans(load_recipe(workdir / CONFIG_FILE))
     for step, (*_, counted, tokens, batch) in numbers(workdir).items():
         assert batch == step - 1 + 2 * (step > 16)
-        assert counted == span_at(all_spans, batch).batch_tokens
+        # all tokens but those after the end of a document
+        assert 0.9 < counted / span_at(all_spans, batch).batch_tokens <= 1
         assert tokens == span_at(all_spans, step - 1).tokens_before(step)

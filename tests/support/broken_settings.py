@@ -450,7 +450,7 @@ RULES = [
     ),
     (
         {"parallel.compiler_options": ("xla_a=1", "xla_a=2")},
-        "parallel.compiler_options=('xla_a=1', 'xla_a=2') names an option twice: use "
+        "parallel.compiler_options=('xla_a=1', 'xla_a=2') names a setting twice: use "
         "--config.parallel.compiler_options=xla_a=2",
     ),
     (
