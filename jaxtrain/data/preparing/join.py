@@ -16,6 +16,7 @@ from jaxtrain.data.preparing.parts import StoredPart, dtype_of
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.tokenizer import DataError, Tokenizer
 
+BLOCK = 1 << 20  # documents joined at a time
 MOST_FILES = 10_000  # whose numbers of documents a corpus has
 
 
@@ -36,20 +37,24 @@ def join(
     with contextlib.closing(CorpusWriter(folder)) as writer:
         writer.append("documents", np.zeros(1, "<i8"))
         for one, kept in zip(stored, documents_kept(stored, data, left_out), strict=True):
-            places = np.fromfile(one.folder / "documents.bin", "<i8")
-            ends = tokens + np.cumsum(np.diff(places)[kept])
-            writer.append("documents", ends.astype("<i8"))
-            for name, kind in types.items():
-                for first, last in _ranges(places, kept):
-                    for items in _items(one.folder / f"{name}.bin", kind, first, last):
+            for first in range(0, len(kept), BLOCK):
+                chosen = kept[first : first + BLOCK]
+                places = np.fromfile(
+                    one.folder / "documents.bin", "<i8", len(chosen) + 1, offset=8 * first
+                )
+                ends = np.append(tokens, tokens + np.cumsum(np.diff(places)[chosen]))
+                writer.append("documents", ends[1:].astype("<i8"))
+                for name, kind in types.items():
+                    for items in _items(one.folder / f"{name}.bin", kind, places, chosen):
                         writer.append(name, items)
                         shown.update(items.nbytes, items.nbytes)
-            tokens, count = int(ends[-1]) if len(ends) else tokens, count + len(ends)
+                tokens, count = int(ends[-1]), count + len(ends) - 1
             skipped.append(Skipped(**one.info.get("skipped", {})), one.part.first_file)
             left_out.update(one.info["left_out"])
-            encoded = one.info["documents_by_file"]
-            before = np.append(0, np.cumsum(kept))[np.cumsum([0, *encoded.values()])]
-            by_file.update(dict(zip(encoded, np.diff(before).tolist(), strict=True)))
+            first = 0
+            for file, encoded in one.info["documents_by_file"].items():
+                by_file[file] += int(np.count_nonzero(kept[first : first + encoded]))
+                first += encoded
         if not count:
             raise _no_documents(stored, data, skipped, left_out["filter"])
         writer.finish(
@@ -80,18 +85,22 @@ def documents_kept(
     return np.split(~(exact | near), np.cumsum(counts)[:-1])
 
 
-def _ranges(places: np.ndarray, kept: np.ndarray) -> list[tuple[int, int]]:
-    """The ranges of tokens of consecutive documents that are kept."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
-    return [(int(first), int(last)) for first, last in places[edges].reshape(-1, 2)]
+def _items(
+    path: pathlib.Path, kind: np.dtype, places: np.ndarray, chosen: np.ndarray
+) -> Iterator[np.ndarray]:
+    """The items of an array's file that belong to chosen documents, of CHUNK items at a time.
 
-
-def _items(path: pathlib.Path, kind: np.dtype, first: int, last: int) -> Iterator[np.ndarray]:
-    """The items [first, last) of an array's file, CHUNK at a time."""
+    places: [documents + 1] the places of the documents, then that of the end; chosen: bool
+    [documents]
+    """
     with path.open("rb") as stream:
-        stream.seek(first * kind.itemsize)
-        for begin in range(first, last, CHUNK):
-            yield np.fromfile(stream, kind, min(CHUNK, last - begin))
+        stream.seek(int(places[0]) * kind.itemsize)
+        for begin in range(int(places[0]), int(places[-1]), CHUNK):
+            end = min(begin + CHUNK, int(places[-1]))
+            first = np.searchsorted(places, begin, "right") - 1
+            last = np.searchsorted(places, end, "left")
+            lengths = np.diff(np.clip(places[first : last + 1], begin, end))
+            yield np.fromfile(stream, kind, end - begin)[np.repeat(chosen[first:last], lengths)]
 
 
 def _no_documents(
