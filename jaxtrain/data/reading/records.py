@@ -219,11 +219,9 @@ def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -
                     continue
                 try:
                     for batch in parquet.iter_batches(ROWS, [group], columns):
-                        for record in _records(batch):
-                            row += 1
-                            yield from _row(
-                                record, runs, f"{file.path}: row {row}", "Parquet", size
-                            )
+                        entries = _rows(batch, file.path, row, "Parquet")
+                        yield from documents_of(entries, "a row", runs, lambda: size)
+                        row += len(batch)
                 except errors as error:
                     yield _unreadable(
                         f"{file.path}: rows {row + 1} to {end}", "Parquet", error, end - row
@@ -247,16 +245,14 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
             if has_footer:
                 stream.read(len(ARROW_FILE) + 2)  # two zeros follow
             reader = pyarrow.ipc.open_stream(stream)
-            batches: Iterator[Any] = iter(reader)
-            batch = next(batches, None)
-            columns = _columns(file.path, reader.schema, iter([batch] if batch else []), 1, runs)
-            while batch is not None:
+            batches = iter(reader)
+            columns = _columns(file.path, reader.schema, batches, 1, runs)
+            for batch in batches:
                 for first in range(0, len(batch), ROWS):
-                    for record in _records(batch.select(columns).slice(first, ROWS)):
-                        row += 1
-                        where = f"{file.path}: row {row}"
-                        yield from _row(record, runs, where, "Arrow", stream.taken())
-                batch = next(batches, None)
+                    few = batch.select(columns).slice(first, ROWS)
+                    entries = _rows(few, file.path, row, "Arrow")
+                    yield from documents_of(entries, "a row", runs, stream.taken)
+                    row += len(few)
             if not has_footer and stream.read(1):
                 yield DamagedFile(f"{file.path}: row {row + 1}", "bytes follow the stream's end")
     except (pyarrow.ArrowException, *UNREADABLE) as error:
@@ -275,26 +271,21 @@ def _has_arrow_end(path: str) -> bool:
     return tail == ARROW_END or not head.startswith(ARROW_END[:4])
 
 
-def _records(batch: Any) -> list[Any]:
-    """The records of a pyarrow.RecordBatch; if a value is none of its type, a batch for each."""
+def _rows(batch: Any, path: str, before: int, format: str) -> Iterator[JsonValue]:
+    """The rows of a pyarrow.RecordBatch, which follow so many of their file, as records, and the
+    errors of those with a value that is none of its type."""
     try:
         batch.validate(full=True)  # without it a damaged offset would be followed
-        return batch.to_pylist()
-    except (ValueError, OverflowError):
-        return [batch.slice(row, 1) for row in range(len(batch))]
-
-
-def _row(record: Any, runs: Runs, where: str, format: str, size: int) -> TextPieces:
-    """The pieces of a record of a file of `format`, or the error of a bad one."""
-    try:
-        if not isinstance(record, dict):
-            record.validate(full=True)
-            (record,) = record.to_pylist()
-        yield from list(_document(record, runs, where, size))
-    except BadRecord as bad:
-        yield bad
+        records = batch.to_pylist()
     except (ValueError, OverflowError) as error:
-        yield _unreadable(where, format, error)
+        if len(batch) == 1:
+            yield _unreadable(f"{path}: row {before + 1}", format, error)
+            return
+        for row in range(len(batch)):
+            yield from _rows(batch.slice(row, 1), path, before + row, format)
+    else:
+        for number, record in enumerate(records, before + 1):
+            yield f"{path}: row {number}", "", record
 
 
 def _unreadable(where: str, format: str, error: Exception, records: int = 1) -> DamagedFile:
