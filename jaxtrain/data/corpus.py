@@ -12,8 +12,9 @@ from typing import TypeVar
 import numpy as np
 
 from jaxtrain.data.reading.bad_records import Skipped
-from jaxtrain.data.reading.joined import Sliced, check_whole, in_store, prefetch
+from jaxtrain.data.reading.joined import Sliced, check_whole, parts_of, prefetch
 from jaxtrain.data.split import Stream, split
+from jaxtrain.data.stores.ranges import StoreArray
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.run import files
 
@@ -70,7 +71,7 @@ class Corpus:
     @property
     def in_store(self) -> bool:
         """True if tokens are read from a store."""
-        return in_store(self.tokens)
+        return any(isinstance(part, StoreArray) for part in parts_of(self.tokens))
 
     def prefetch(self, ranges: Iterable[tuple[int, int]], is_needed: bool = True) -> None:
         """Begins to read ranges of tokens ahead that lie in a store. is_needed: they will be read

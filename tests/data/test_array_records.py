@@ -103,6 +103,12 @@ def test_bad_records(write_records):
     assert texts(path, skipped=(skipped := Skipped())) == ["good", "good"] and skipped.count == 1
 
 
+def test_a_shard_without_records_is_empty(write_records):
+    path = write_records('{"body": "a"}', name="0.array_record")
+    write_records(name="1.array_record")
+    assert texts(path, ("body",)) == texts(path.parent / "*", ("body",)) == ["a"]
+
+
 def test_fields_that_fit_are_named(write_records):
     path = write_records(example(body=b"long", image=b"\xff\xfe"))
     assert failure(path).endswith("use --config.data.text_fields=body")

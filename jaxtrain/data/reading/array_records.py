@@ -8,7 +8,7 @@ import functools
 import itertools
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxtrain.config.sources import File
@@ -40,13 +40,14 @@ def read_records(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of an ArrayRecord file. After a damaged one the rest of the file is lost."""
     with plain_file(file.path, scratch) as path:
         records = _records(file.path, path)
-        first = next(records, b"")
-        if JSON_OBJECT.match(first):
-            parsed = parse
-        else:
-            parsed = _parse_example if _fields(first) else _parse_text
+        first = next(records, None)
+        if first is None:
+            return
+        parse_record: Callable[[bytes, str], JsonValue] = parse
+        if not JSON_OBJECT.match(first):
+            parse_record = _parse_example if _fields(first) else _parse_text
         entries = (
-            parsed(record, f"{file.path}: record {number}")
+            parse_record(record, f"{file.path}: record {number}")
             for number, record in enumerate(itertools.chain([first], records), 1)
         )
         # The bytes that records take in the file are not known: all count with the first document.

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import io
 import json
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -130,16 +129,15 @@ class StoreArray:
 
     Args:
       file: has it, from byte `offset` on.
-      shape: [n] if it can be read.
+      count: the number of its elements.
     """
 
-    def __init__(self, file: StoreFile, dtype: np.dtype, offset: int, shape: tuple[int, ...]):
-        self._file, self._offset, self.dtype, self.shape = file, offset, dtype, shape
-        self.ndim, self.filename = len(shape), file.file.path
-        self.nbytes = math.prod(shape) * dtype.itemsize
+    def __init__(self, file: StoreFile, dtype: np.dtype, offset: int, count: int):
+        self._file, self._offset, self.dtype, self._count = file, offset, dtype, count
+        self.filename, self.nbytes = file.file.path, count * dtype.itemsize
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return self._count
 
     def __getitem__(self, where: slice) -> np.ndarray:
         begin, end = self._bytes(*where.indices(len(self))[:2])
@@ -152,22 +150,6 @@ class StoreArray:
     def _bytes(self, first: int, last: int) -> tuple[int, int]:
         size = self.dtype.itemsize
         return self._offset + first * size, self._offset + max(first, last) * size
-
-
-def stored_array(
-    file: File,
-    data: Any,
-    dtype: np.dtype,
-    offset: int = 0,
-    shape: tuple[int, ...] | None = None,
-) -> StoreArray:
-    """The array in a file of a store, through the cache that a config's `data` names; shape None:
-    [n], to the end of the file. Raises ValueError for a file that is too short."""
-    shape = ((file.size - offset) // dtype.itemsize,) if shape is None else shape
-    array = StoreArray(StoreFile(file, block_cache(data)), dtype, offset, shape)
-    if offset + array.nbytes > file.size:
-        raise ValueError(f"{array.nbytes:,} bytes for {shape}, and the file has {file.size:,}")
-    return array
 
 
 def block_cache(data: Any) -> BlockCache:
