@@ -175,6 +175,9 @@ def test_megatron_files_and_several_token_files(config, store, tmp_path):
     assert far.checksum == near.checksum and far.documents.tolist() == near.documents.tolist()
     assert far.tokens[2:9].tolist() == near.tokens[2:9].tolist() == [3, 4, 5, 6, 5, 6, 4]
     far.prefetch([(0, 12)])
+    for name in ("a.bin", "a.idx"):  # one file has its index, too
+        one = prepare(config(source=f"{STORE}/tokens/{name}"), 257, progress=False)
+        assert one.documents.tolist() == [0, 4, 6]
     # both tokens.bin have the same version, and are two files of the cache all the same
     assert sorted(path.name for path in far.folder.iterdir()) == ["corpus.json", "documents.bin"]
 

@@ -173,7 +173,7 @@ DAMAGE = {
     "a shorter .bin": (lambda path: os.truncate(path, 10), "sequence 3 has 1 tokens from byte 10"),
     "a longer .bin": (
         lambda path: path.write_bytes(path.read_bytes() + b"ab"),
-        "sequence 4, the last one, ends at byte 16, and ",
+        "sequence 4 has 2 tokens from byte 12 on, and the one before ends at byte 12 of the 18",
     ),
     "half an id": (lambda path: os.truncate(path, 11), "11 bytes are no whole number of tokens of"),
     "an empty .bin": (lambda path: os.truncate(path, 0), "the file is empty"),

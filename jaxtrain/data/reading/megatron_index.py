@@ -92,20 +92,16 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
             begins = read(pointers_at, "<i8", first, count)
             ends = end + np.cumsum(lengths * dtype.itemsize)
             expected = np.append(end, ends[:-1])
-            bad = np.flatnonzero((lengths < 0) | (begins != expected) | (ends > size))
-            if len(bad):
-                i = int(bad[0])
+            is_bad = (lengths < 0) | (begins != expected) | (ends > size)
+            is_bad[-1] |= first + len(ends) == count and ends[-1] != size
+            if is_bad.any():
+                i = int(np.argmax(is_bad))
                 raise FileError(
-                    f"{path}: sequence {first + i} has {lengths[i]:,} tokens from byte "
-                    f"{begins[i]:,} on, and the one before ends at byte {expected[i]:,} of the "
-                    f"{size:,} of {tokens}: {MISMATCH}"
+                    f"{path}: sequence {first + i} has {lengths[i]:,} tokens from "
+                    f"byte {begins[i]:,} on, and the one before ends at byte {expected[i]:,} of "
+                    f"the {size:,} of {tokens}: {MISMATCH}"
                 )
             end = int(ends[-1])
-        if end != size:
-            raise FileError(
-                f"{path}: sequence {count - 1}, the last one, ends at byte {end:,}, and {tokens} "
-                f"has {size:,}: {MISMATCH}"
-            )
         last = place = 0  # of the bounds examined so far, the last one and its byte
         for first in range(0, bounds_count, BLOCK):
             bounds = read(pointers_at + 8 * count, "<i8", first, bounds_count)
