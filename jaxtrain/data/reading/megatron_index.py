@@ -7,7 +7,7 @@ documents end.
     18 to 33         n and d, the numbers of sequences and of documents' bounds
     then             int32 [n]: the sequences' lengths in tokens; int64 [n]: the byte of the .bin
                      where each begins; int64 [d]: the sequence that each document begins with, then
-                     n; with images also int8 [n]: the sequences' modes
+                     n; with images, which are not read, also int8 [n]: the sequences' modes
 
 Source: _IndexWriter in Megatron-LM (megatron.core.datasets.indexed_dataset).
 """
@@ -58,10 +58,8 @@ def read_header(stream: BinaryIO, path: str) -> Header:
         )
     size, needed = stream.seek(0, os.SEEK_END), HEADER.size + 12 * sequences + 8 * bounds
     what = f"{path}: {size:,} bytes for {sequences:,} sequences and {bounds:,} bounds of documents"
-    if sequences and size == needed + sequences:
-        raise FileError(f"{what}, with a mode for each sequence: write it without images")
     if size != needed or not sequences or not bounds:
-        raise FileError(f"{what}, which take {needed:,}: it is cut short or damaged")
+        raise FileError(f"{what}, which take {needed:,}: it is cut short, damaged, or has images")
     return Header(np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds)
 
 

@@ -75,7 +75,8 @@ def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
         for piece in documents_of(_lines(stream, file), "a line", runs, stream.taken):
             # Lines before an extent are counted only where a line's number is needed.
             if file.first and isinstance(piece, BadRecord):
-                piece = piece.lines_below(lines_before(file))
+                line = int(piece.where.rpartition(":")[2]) + lines_before(file)
+                piece = BadRecord(f"{file.path}:{line}", piece.what, piece.fix, piece.settings)
             yield piece
 
 
@@ -209,10 +210,8 @@ def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -
         with pyarrow.parquet.ParquetFile(
             content, pre_buffer=False, buffer_size=size, page_checksum_verification=True
         ) as parquet:
-            count = parquet.metadata.num_rows
-            batches = parquet.iter_batches(batch_size=1)
-            columns = _columns(file.path, parquet.schema_arrow, batches, count, runs)
-            size = file.size // max(1, count)
+            columns = _columns(parquet.schema_arrow, runs)
+            size = file.size // max(1, parquet.metadata.num_rows)
             for group in range(file.last or parquet.num_row_groups):
                 row, end = end, end + parquet.metadata.row_group(group).num_rows
                 if group < file.first:
@@ -245,9 +244,8 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
             if has_footer:
                 stream.read(len(ARROW_FILE) + 2)  # two zeros follow
             reader = pyarrow.ipc.open_stream(stream)
-            batches = iter(reader)
-            columns = _columns(file.path, reader.schema, batches, 1, runs)
-            for batch in batches:
+            columns = _columns(reader.schema, runs)
+            for batch in reader:
                 for first in range(0, len(batch), ROWS):
                     few = batch.select(columns).slice(first, ROWS)
                     entries = _rows(few, file.path, row, "Arrow")
@@ -296,56 +294,17 @@ def _unreadable(where: str, format: str, error: Exception, records: int = 1) -> 
     return DamagedFile(where, f"not readable as {format}: {reason}", records=records)
 
 
-def _columns(path: str, schema: Any, batches: Iterator[Any], rows: int, runs: Runs) -> list[str]:
-    """The columns of a pyarrow.Schema that have the fields of the runs.
-
-    batches: those of its file, of which the first one's first record suggests fields; rows: the
-    records that are lost with a wrong field.
-
-    Raises BadRecord for a field that is missing or not text.
-    """
+def _columns(schema: Any, runs: Runs) -> list[str]:
+    """The columns of a pyarrow.Schema that have the fields of the runs. If one is missing or cannot
+    be text, all columns, among which the error of the first record names those that are."""
     import pyarrow
 
-    fields = [name for _, names in runs for name in names]
-    # the items of lists that a path names
-    indices = {part for name in fields for part in name.split(".") if part.isdecimal()}
-
-    def shape_of(kind: Any) -> Any:
-        if pyarrow.types.is_struct(kind):
-            return {
-                kind.field(i).name: shape_of(kind.field(i).type) for i in range(kind.num_fields)
-            }
-        if (
-            pyarrow.types.is_list(kind)
-            or pyarrow.types.is_large_list(kind)
-            or pyarrow.types.is_fixed_size_list(kind)
-        ):
-            return dict.fromkeys(indices, shape_of(kind.value_type))
-        return kind
-
-    def bad_field(what: str, fix: str) -> BadRecord:
-        batch = next(batches, None)
-        settings = ""
-        if batch:
-            first = batch.slice(0, 1)
-            first.validate(full=True)
-            settings = _fitting_fields(first.to_pylist()[0], runs)
-        return BadRecord(f"{path}: row 1", what, fix, settings, rows)
-
-    shape = {column.name: shape_of(column.type) for column in schema}
     columns: list[str] = []
-    for name in fields:
-        column = _field(shape, name)
-        if column is MISSING:
-            raise bad_field(_no_field(shape, name), SET_FIELDS)
-        value = column.value_type if isinstance(column, pyarrow.DictionaryType) else column
-        if not (
-            value == pyarrow.string()
-            or value == pyarrow.large_string()
-            or value == pyarrow.string_view()
-        ):
-            raise bad_field(f"field {name!r} is {_kind(column)}, not text", SET_FIELDS)
-        columns += [column for column in shape if name == column or name.startswith(f"{column}.")]
+    for name in (name for _, names in runs for name in names):
+        matches = [one for one in schema if name == one.name or name.startswith(f"{one.name}.")]
+        if not matches or pyarrow.types.is_primitive(matches[0].type):
+            return schema.names
+        columns += [one.name for one in matches]
     return list(dict.fromkeys(columns))
 
 
@@ -456,9 +415,9 @@ def _kind(value: Any) -> str:
         int: "a number",
         float: "a number",
         str: "text",
-        bytes: "bytes that are not UTF-8",
+        bytes: "bytes",
         list: "a list",
         dict: "an object",
         type(None): "null",
     }
-    return kinds.get(type(value), str(value))
+    return kinds.get(type(value), f"a {type(value).__name__}")
