@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.stores.ranges import StoreArray
 
 
@@ -52,25 +51,3 @@ def view(array: Any) -> Any:
     """A plain view of a memory map, whose own slicing costs several times as much; another array as
     it is."""
     return np.asarray(array) if isinstance(array, np.memmap) else array
-
-
-def prefetch(array: Any, first: int, last: int, is_needed: bool) -> None:
-    """Begins to read [first:last] of an array ahead, where it lies in a store. is_needed: it will
-    be read at once."""
-    places = array.places(first, last) if isinstance(array, Joined) else [(array, first, last)]
-    for part, begin, end in places:
-        if isinstance(part, StoreArray):
-            part.prefetch(begin, end, is_needed)
-
-
-def check_whole(array: Any) -> None:
-    """Raises FileError if a mapped file was cut short since it was opened. Reading the missing part
-    of the map would kill the process without a message."""
-    for part in parts_of(array):
-        if isinstance(part, np.memmap):
-            file: Any = part.base
-            if file.size() < part.offset + part.nbytes:
-                raise FileError(
-                    f"{part.filename}: the file was cut short while it was in use, and "
-                    f"{file.size():,} bytes are left: put it back as it was, and start again"
-                )

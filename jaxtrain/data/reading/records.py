@@ -16,6 +16,7 @@ Readers yield the pieces of documents. They yield a BadRecord instead of a recor
 read, and raise one if the rest of the file cannot be read.
 """
 
+import contextlib
 import difflib
 import json
 import os
@@ -186,12 +187,12 @@ def _has_records_as_lines(path: str) -> bool:
 def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a Parquet file. A compressed one is decompressed into `scratch` before, since
     its parts are not read in their order."""
-    if addresses.is_address(file.path) and not is_compressed(file.path):
-        with StoreStream(file.path, ahead=0) as stream:
-            yield from _parquet_rows(file, stream, runs)
-        return
-    with plain_file(file.path, scratch) as path:
-        yield from _parquet_rows(file, path, runs)
+    is_stored = addresses.is_address(file.path) and not is_compressed(file.path)
+    opened: contextlib.AbstractContextManager[Any] = (
+        StoreStream(file.path, ahead=0) if is_stored else plain_file(file.path, scratch)
+    )
+    with opened as content:
+        yield from _parquet_rows(file, content, runs)
 
 
 def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -> TextPieces:
