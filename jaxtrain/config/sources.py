@@ -335,8 +335,10 @@ def _as_corpus(source: Source) -> Source:
     rename = "let the names of those that are not meant begin with _ or ., or name a pattern"
     problem = ""
     if tokens and texts:
-        listed = source.listed(tokens), source.listed(texts)
-        problem = f"holds token files ({listed[0]}) beside others ({listed[1]}): {rename}"
+        problem = (
+            f"holds token files ({source.listed(tokens)}) beside others ({source.listed(texts)}): "
+            f"{rename}"
+        )
     elif alone := indices.keys() - {os.path.splitext(file.path)[0] for file in source.token_files}:
         problem = f"has the index {indices[min(alone)]} without its tokens, {min(alone)}.bin"
     elif len(by_format) > 1:
@@ -426,9 +428,11 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
             raise ConfigError("data.source", name, f"{rule}are one source each", fixes=fixes)
         if {STATE, INFO} <= {*matches}:
             matches = _saved_files(name, folder, matches)
-            parts = pathlib.PurePath(folder).parts
-            for i, entry in enumerate(matches):
-                order[os.path.join(folder, entry)] = (*parts, f"{i:012}")
+            folders_above = pathlib.PurePath(folder).parts
+            order |= {
+                os.path.join(folder, entry): (*folders_above, f"{i:012}")
+                for i, entry in enumerate(matches)
+            }
         elif any(format_of(entry) in ("arrow", "array_record") for entry in matches):
             matches = [entry for entry in matches if entry not in DESCRIPTIONS]
         unmatched += [ending(name) for name in {*names} - {*matches} if not passes(name)]

@@ -15,7 +15,7 @@ Source: _IndexWriter in Megatron-LM (megatron.core.datasets.indexed_dataset).
 import os
 import struct
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
@@ -28,22 +28,15 @@ BLOCK = 1 << 20  # entries read at a time
 MISMATCH = "one of the two files is damaged or cut short, or the index of another one"
 
 
-class Header(NamedTuple):
-    """dtype: that of the ids, little-endian. sequences, bounds: n and d."""
-
-    dtype: np.dtype
-    sequences: int
-    bounds: int
-
-
 def index_path(tokens: str) -> str:
     """The path of the index beside a .bin."""
     return tokens.removesuffix(".bin") + ".idx"
 
 
-def read_header(stream: BinaryIO, path: str) -> Header:
-    """The header of the index that lies at a path. Raises FileError for another file, for ids that
-    are no integers, and for arrays that do not fill the file."""
+def read_header(stream: BinaryIO, path: str) -> tuple[np.dtype, int, int]:
+    """What the index that lies at a path says: the little-endian type of the ids, and the numbers
+    of sequences and of documents' bounds. Raises FileError for another file, for ids that are no
+    integers, and for arrays that do not fill the file."""
     head = stream.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise FileError(
@@ -60,7 +53,7 @@ def read_header(stream: BinaryIO, path: str) -> Header:
     what = f"{path}: {size:,} bytes for {sequences:,} sequences and {bounds:,} bounds of documents"
     if size != needed or not sequences or not bounds:
         raise FileError(f"{what}, which take {needed:,}: it is cut short, damaged, or has images")
-    return Header(np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds)
+    return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds
 
 
 def document_ends(tokens: str) -> Iterator[np.ndarray]:

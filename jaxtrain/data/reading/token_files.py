@@ -111,7 +111,7 @@ def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memm
         if file.format == "megatron":
             index = index_path(file.path)
             with open_input(index, ahead=0) as stream:
-                dtype = read_header(stream, index).dtype
+                dtype, *_ = read_header(stream, index)
             whose = f"{dtype.name}, the type in its index"
         else:
             dtype = token_dtype_of(raw_dtype or data.token_dtype)
