@@ -17,6 +17,7 @@ from jaxtrain.config import (
     ModelConfig,
     ParallelConfig,
     PipelineConfig,
+    addresses,
     ends_with_layers,
     fields,
     get,
@@ -288,6 +289,13 @@ USES = (
         ["data.loss_mask", "data.text_fields"],
         lambda c: sources.may_have_fields(c.data.source),
         lambda c: f"with data.source={c.data.source!r}",
+    ),
+    Use(
+        ["data.store_cache_gb"],
+        lambda c: any(
+            map(addresses.is_address, (c.data.source, *c.data.sources, *c.data.validation))
+        ),
+        lambda c: "with sources that lie in no store",
     ),
     Use(
         ["data.bad_records"],
