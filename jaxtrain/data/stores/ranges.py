@@ -74,8 +74,9 @@ class StoreFile:
         blocks = [block for block in _blocks(begin, end) if not self._cache.has(self._id, block)]
         if is_needed and blocks:
             self._request(blocks)
-        elif blocks:
-            _ahead.add(future := AHEAD.submit(self._read_ahead, blocks))
+            return
+        for at in range(0, len(blocks), TOGETHER):
+            _ahead.add(future := AHEAD.submit(self._read_ahead, blocks[at : at + TOGETHER]))
             future.add_done_callback(_ahead.discard)
 
     def _read_ahead(self, blocks: Sequence[int]) -> None:
