@@ -13,7 +13,6 @@ others on the machine change less than wall time, are beside the speeds.
 import json
 import os
 import pathlib
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -26,31 +25,34 @@ import arguments
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LISTS = (100, 1000, sys.maxsize)  # texts that the library gets at a time
 LIBRARY = """
-import json, sys, time, tokenizers
+import json, resource, sys, time, tokenizers
 tokenizer = tokenizers.Tokenizer.from_file(sys.argv[1])
 with open(sys.argv[2]) as file:
     texts = [json.loads(line)["text"] for line in file]
 wall, cpu = time.perf_counter(), time.process_time()
 for first in range(0, len(texts), int(sys.argv[3])):
     tokenizer.encode_batch_fast(texts[first : first + int(sys.argv[3])], add_special_tokens=False)
-print(time.perf_counter() - wall, time.process_time() - cpu)
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+print(time.perf_counter() - wall, time.process_time() - cpu, memory)
 """
 PREPARE = """
-import dataclasses, sys, time
+import resource, sys, time
 from jaxtrain.config.groups.run_settings import DataConfig
 from jaxtrain.data.preparing.prepare import prepare
 data = DataConfig(source=sys.argv[2], tokenizer=sys.argv[1], cache=sys.argv[3])
 wall, cpu = time.perf_counter(), time.process_time()
 prepare(data, int(sys.argv[4]), progress=False)
-print(time.perf_counter() - wall, time.process_time() - cpu)
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+print(time.perf_counter() - wall, time.process_time() - cpu, memory)
 """
 
 
-class Seconds(NamedTuple):
-    """Seconds of the wall, and of all cores together."""
+class Cost(NamedTuple):
+    """Seconds of the wall and of all cores together, and the most memory in MB."""
 
     wall: float
     cpu: float
+    memory: float
 
 
 def installed_texts(size: float) -> list[str]:
@@ -81,14 +83,14 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, path: str) -> None:
     bpe.save(path)
 
 
-def measured(code: str, *values: object) -> Seconds:
-    """What a process of Python prints as its seconds."""
+def measured(code: str, *values: object) -> Cost:
+    """What a process of Python prints as its cost."""
     environment = os.environ | {"PYTHONPATH": REPOSITORY}
     command = [sys.executable, "-c", code, *map(str, values)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         arguments.fail(done.stderr.strip().splitlines()[-1])
-    return Seconds(*map(float, done.stdout.split()))
+    return Cost(*map(float, done.stdout.split()))
 
 
 def main() -> None:
@@ -103,8 +105,8 @@ def main() -> None:
         with open(path := f"{folder}/texts.jsonl", "w") as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
         size = sum(len(text.encode()) for text in texts) / 1e6
-        alone: list[Seconds] = []
-        prepared: list[Seconds] = []
+        alone: list[Cost] = []
+        prepared: list[Cost] = []
         for number in range(flags.rounds):
             alone += [measured(LIBRARY, bpe, path, count) for count in LISTS]
             prepared.append(measured(PREPARE, bpe, path, f"{folder}/{number}", flags.vocabulary))
@@ -115,8 +117,7 @@ def main() -> None:
             min(each[i] for each in alone) / min(each[i] for each in prepared) for i in (0, 1)
         )
         print(f"prepare reaches {wall:.1%} of the library's speed, {cpu:.1%} by CPU-seconds")
-        most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
-        print(f"memory: at most {most:.0f} MB in a process")
+        print(f"memory of prepare: {max(each.memory for each in prepared):.0f} MB")
 
 
 if __name__ == "__main__":

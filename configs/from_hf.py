@@ -2,8 +2,9 @@
 
     python -m jaxtrain.train --config=from_hf --config.train.init_from=DIR --workdir=runs/mine
 
-DIR has the model's config.json, its safetensors and its tokenizer.json. The model's settings come
-from there; sizes of the mesh, the batch and the text are for you to choose.
+DIR has the model's config.json, its safetensors and its tokenizer.json, or is org/name[@revision]
+of the Hugging Face hub. The model's settings come from there; sizes of the mesh, the batch and the
+text are for you to choose.
 """
 
 from jaxtrain.config import (

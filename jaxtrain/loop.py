@@ -119,12 +119,11 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             closing.enter_context(state_on_disk(step))
             begin = functools.partial(make_state, config, step, weights)
             candidates = chosen.candidates(step, content, begin)
-            resumes = candidates.expected.resumes
 
             # --- batches ---
             clock.enter(Phase.DATA)
             # Now, because a damaged model ends the run before anything is compiled or written.
-            initial = _done(begin()) if weights and not resumes else None
+            initial = _done(begin()) if weights and not candidates.expected.resumes else None
             batches, held_out = make_loaders(
                 content,
                 config.data,
@@ -144,7 +143,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             programs = SpanPrograms(config, step)
             compiling = programs.start(candidates.expected.meta.position, executor)
             clock.enter(Phase.COMPILING)
-            if not (initial or resumes):
+            if not (initial or candidates.expected.resumes):
                 # Not before: one thread traces at a time, and the step takes longest to compile.
                 initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, corpora.checksums, executor)

@@ -136,6 +136,9 @@ def check_train(
         ):
             pathlib.Path(value).parent.mkdir(parents=True, exist_ok=True)
             pathlib.Path(value).mkdir() if value.endswith("/") else pathlib.Path(value).touch()
+        if name in ("--config.data.sources", "--config.data.validation"):
+            for item in value.split(","):
+                pathlib.Path(item.partition("=")[2]).touch()
         if value == "mean.py:Mean":  # of docs/own_layer.md
             text = (ROOT / "docs" / "own_layer.md").read_text()
             pathlib.Path("mean.py").write_text("".join(fences(text, "python")))

@@ -215,6 +215,9 @@ def hub(folder) -> Iterator[HubServer]:
     (folder / "repository" / "README.md").write_text("a model")
     with HubServer() as hub:
         hub.publish("models/org/name", folder / "repository")
+        (folder / "texts").mkdir()
+        shutil.copy(folder / "corpus.txt", folder / "texts" / "a.txt")
+        hub.publish("datasets/org/texts", folder / "texts")
         yield hub
 
 
@@ -231,33 +234,41 @@ def train_from_hub(
         return running.end(**status)
 
 
-def test_a_model_of_the_hub(folder, hub):
-    """Its files alone are downloaded, and the run is pinned to their commit."""
+OF_HUB = "hf://datasets/org/texts/*.txt"
+
+
+def test_a_model_and_a_source_of_the_hub(folder, hub):
+    """Their files alone are downloaded, and the run is pinned to their commits."""
     commit, workdir = hub.repos["models/org/name"].revisions["main"], folder / "of_hub"
-    done = train_from_hub(hub, workdir, {"train.steps": 2})
+    done = train_from_hub(hub, workdir, {"train.steps": 2, "data.source": OF_HUB})
     assert f"starting: weights from org/name@{commit}" in done.out and done.err == ""
-    assert hub.files() == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert hub.files() == {"config.json", "tokenizer.json", "model.safetensors", "a.txt"}
     config = json.loads((workdir / "config.json").read_text())
     assert config["train"]["init_from"] == config["data"]["tokenizer"] == f"org/name@{commit}"
+    commit = hub.repos["datasets/org/texts"].revisions["main"]
+    assert config["data"]["source"] == OF_HUB.replace("texts/", f"texts@{commit}/")
 
 
 @pytest.mark.full
 def test_a_run_from_the_hub_goes_on(folder, hub):
     """The same command, with the cache alone, or with neither cache nor hub: the branch has moved,
     and its model is another one."""
-    workdir = folder / "goes_on"
+    workdir, source = folder / "goes_on", {"data.source": OF_HUB}
     commit = hub.repos["models/org/name"].revisions["main"]
-    train_from_hub(hub, workdir, {"train.steps": 1})
+    train_from_hub(hub, workdir, {"train.steps": 1} | source)
     other = CONFIGS["llama"] | {"rms_norm_eps": 0.5}
     (folder / "repository" / "config.json").write_text(json.dumps(other))
     hub.publish("models/org/name", folder / "repository")
+    shutil.copy(folder / "corpus.txt", folder / "texts_before.txt")
+    (folder / "texts" / "a.txt").write_text("another text")
+    hub.publish("datasets/org/texts", folder / "texts")
     hub.requests.clear()
-    done = train_from_hub(hub, workdir, {"train.steps": 2})
+    done = train_from_hub(hub, workdir, {"train.steps": 2} | source)
     note = f"note: train.init_from=org/name is org/name@{commit}, as in goes_on/config.json"
     assert note in done.out and "  train.init_from: " not in done.out and not hub.requests
-    train_from_hub(hub, workdir, {"train.steps": 3, "HF_HUB_OFFLINE": "1"})
+    train_from_hub(hub, workdir, {"train.steps": 3, "HF_HUB_OFFLINE": "1"} | source)
     nowhere = {"HF_HOME": str(folder / "empty"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    train_from_hub(hub, workdir, {"train.steps": 4} | nowhere)
+    train_from_hub(hub, workdir, {"train.steps": 4, "data.source": "texts_before.txt"} | nowhere)
     assert runs.last_step(workdir) == 4
     # the model that the branch has now is the checkpoint's no longer
     moved = f"org/name@{hub.repos['models/org/name'].revisions['main']}"

@@ -53,6 +53,7 @@ GROUPED = {
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
     "planner/step/planned_op_times.py": "pipeline/test_setup.py",
     "planner/layer/layer.py": "planner/layer/test_layer_trace.py",
+    "data/errors.py": "data/test_hub.py",
     "data/__main__.py": "data/test_command.py",
     "data/report.py": "data/test_command.py",
     "data/corpus.py": "data/test_prepare.py",

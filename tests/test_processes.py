@@ -21,7 +21,7 @@ from support.damage import damage_numbers
 from support.processes import assert_gone, children, process_of_run
 from support.train_runs import assert_same_trajectory, settings
 
-from jaxtrain.data.row_log import read_rows
+from jaxtrain.data.row_log import check_rows, read_rows
 from jaxtrain.launch import free_port
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.metrics import read_metrics
@@ -186,17 +186,20 @@ def test_damage_that_one_process_meets_is_everybody_s(single, workdir):
 
 @pytest.mark.full
 def test_another_number_of_processes_neither_repeats_nor_skips_a_row(folder, workdir):
-    """4, 2, 1 and again 4 processes of one run, the batch split over all: rows and losses are those
-    of one process."""
+    """4, 2, 1 and again 4 processes of one run, the batch split over all, a mixture and phases:
+    rows and losses are those of one process."""
+    (folder / "code.txt").write_text((folder / "recipe.py").read_text() * 2)
+    sources = (f"text={folder}/corpus.txt", f"code={folder}/code.txt", "code.weight=0.3")
+    phases = ("later.step=5", "later.weight.code=0.6", "longer.step=8", "longer.sequence_length=64")
     flags = settings(mesh__stage=1, mesh__data=4, metrics__rows=True)
+    flags += settings(data__sources=",".join(sources), train__phases=",".join(phases))
     whole = workdir.with_name("whole-rows")
     train(whole, 1, *flags, *settings(train__steps=STEPS), devices=4)
     for steps, processes in ((3, 4), (6, 2), (9, 1), (12, 4)):
         train(workdir, processes, *flags, *settings(train__steps=steps), devices=4)
     found = read_rows(workdir)
     assert found == read_rows(whole) and [*found] == list(range(STEPS))
-    rows = [row for batch in found.values() for row in batch.values()]
-    assert len(set(rows)) == len(rows) == 16 * STEPS, "within one epoch no row comes twice"
+    assert sum(read.sequences for read in check_rows(workdir).values()) == 16 * STEPS
     assert [record["batch"] for record in read_metrics(workdir) if "loss" in record] == list(
         range(STEPS)
     )

@@ -115,6 +115,11 @@ class AttentionCase:
         return self.queries + self.window - 1 if self.context == NEIGHBOURS else self.keys
 
     @property
+    def has_two_sizes(self) -> bool:
+        """Whether queries and keys have another size than values."""
+        return self.key_size != self.value_size
+
+    @property
     def has_segments(self) -> bool:
         """Whether tokens are of several segments: documents, or the missing neighbours of a
         sequence's first chunk."""
@@ -142,16 +147,15 @@ class KernelChoice:
 KernelRule = Callable[[AttentionCase], Refusal | None]
 
 
+def _not_if(
+    refused: Callable[[AttentionCase], object], rule: str, *fixes: dict[str, Any]
+) -> KernelRule:
+    """The rule of a kernel that does not take some cases."""
+    return lambda case: Refusal(rule, fixes) if refused(case) else None
+
+
 def _for(platform: str, devices: str) -> KernelRule:
-    def rule(case: AttentionCase) -> Refusal | None:
-        return None if case.device.platform in ("", platform) else Refusal(f"is for {devices}")
-
-    return rule
-
-
-def _without_dropout(case: AttentionCase) -> Refusal | None:
-    fixes = ({"model.dropout_attention": 0.0},)
-    return Refusal("drops no weights", fixes) if case.dropout else None
+    return _not_if(lambda case: case.device.platform not in ("", platform), f"is for {devices}")
 
 
 def _in_steps(case: AttentionCase) -> Refusal | None:
@@ -170,16 +174,6 @@ def _in_steps(case: AttentionCase) -> Refusal | None:
     )
 
 
-def _in_16_bits(case: AttentionCase) -> Refusal | None:
-    return (
-        None
-        if case.bits == 16
-        else Refusal(
-            "is for 16 bits, not precision.compute='float32'", ({"precision.compute": "bfloat16"},)
-        )
-    )
-
-
 def _cudnn_heads(case: AttentionCase) -> Refusal | None:
     most = 256 if case.device.capability >= HOPPER else 128
     if any(size > most or size % 8 for size in (case.key_size, case.value_size)):
@@ -192,19 +186,6 @@ def _cudnn_heads(case: AttentionCase) -> Refusal | None:
     return None
 
 
-def _cudnn_two_sizes(case: AttentionCase) -> Refusal | None:
-    if case.key_size == case.value_size:
-        return None
-    if case.device.capability < HOPPER:
-        return Refusal("takes queries and values of two sizes from compute capability 9.0 on")
-    if (case.device.cudnn or CUDNN_TWO_SIZES) < CUDNN_TWO_SIZES:
-        return Refusal(
-            "takes queries and values of two sizes from cuDNN 9.10 on: python -m pip install "
-            "-U nvidia-cudnn-cu13"
-        )
-    return None
-
-
 def _cudnn_whole(case: AttentionCase) -> Refusal | None:
     if case.context not in ("", NEIGHBOURS):
         return Refusal(
@@ -214,24 +195,7 @@ def _cudnn_whole(case: AttentionCase) -> Refusal | None:
     return None
 
 
-def _cudnn_documents(case: AttentionCase) -> Refusal | None:
-    if case.has_segments and case.device.capability < HOPPER:
-        tokens = "documents" if case.documents else "windows of split sequences"
-        return Refusal(f"takes {tokens} without a mask from compute capability 9.0 on")
-    return None
-
-
-def _cudnn_softcap(case: AttentionCase) -> Refusal | None:
-    return Refusal("has no model.attention_softcap") if case.softcap else None
-
-
-def _cudnn_mask(case: AttentionCase) -> Refusal | None:
-    if case.context == "cache":
-        return Refusal("is for training")
-    if case.context == "ring":
-        return Refusal("is not for parallel.context='ring'", ({"parallel.context": "ulysses"},))
-    if case.sinks:
-        return Refusal("has no model.sinks")
+def _cudnn_mask_size(case: AttentionCase) -> Refusal | None:
     if case.queries * case.kernel_keys > LARGEST_MASK:
         return Refusal(
             f"would need a mask of {case.queries:,} × {case.kernel_keys:,}",
@@ -240,18 +204,56 @@ def _cudnn_mask(case: AttentionCase) -> Refusal | None:
     return None
 
 
+_WITHOUT_DROPOUT = _not_if(
+    lambda case: case.dropout, "drops no weights", {"model.dropout_attention": 0.0}
+)
 CUDNN_RULES: tuple[KernelRule, ...] = (
     _for(GPU, "NVIDIA GPUs"),
-    _without_dropout,
-    _in_16_bits,
+    _WITHOUT_DROPOUT,
+    _not_if(
+        lambda case: case.bits != 16,
+        "is for 16 bits, not precision.compute='float32'",
+        {"precision.compute": "bfloat16"},
+    ),
     _cudnn_heads,
-    _cudnn_two_sizes,
-    _cudnn_softcap,
+    _not_if(
+        lambda case: case.has_two_sizes and case.device.capability < HOPPER,
+        "takes queries and values of two sizes from compute capability 9.0 on",
+    ),
+    _not_if(
+        lambda case: (
+            case.has_two_sizes and (case.device.cudnn or CUDNN_TWO_SIZES) < CUDNN_TWO_SIZES
+        ),
+        "takes queries and values of two sizes from cuDNN 9.10 on: python -m pip install -U "
+        "nvidia-cudnn-cu13",
+    ),
+    _not_if(lambda case: case.softcap, "has no model.attention_softcap"),
+)
+CUDNN_WITHOUT_MASK: tuple[KernelRule, ...] = (
+    _cudnn_whole,
+    _not_if(
+        lambda case: case.documents and case.device.capability < HOPPER,
+        "takes documents without a mask from compute capability 9.0 on",
+    ),
+    _not_if(
+        lambda case: case.has_segments and case.device.capability < HOPPER,
+        "takes windows of split sequences without a mask from compute capability 9.0 on",
+    ),
+)
+CUDNN_WITH_MASK: tuple[KernelRule, ...] = (
+    _not_if(lambda case: case.context == "cache", "is for training"),
+    _not_if(
+        lambda case: case.context == "ring",
+        "is not for parallel.context='ring'",
+        {"parallel.context": "ulysses"},
+    ),
+    _not_if(lambda case: case.sinks, "has no model.sinks"),
+    _cudnn_mask_size,
 )
 TABLE: dict[str, tuple[str, tuple[KernelRule, ...]]] = {
-    SPLASH: ("splash, jax's kernel for TPUs", (_for(TPU, "TPUs"), _without_dropout, _in_steps)),
-    CUDNN: ("cuDNN's flash attention", (*CUDNN_RULES, _cudnn_whole, _cudnn_documents)),
-    CUDNN_MASK: ("cuDNN's flash attention, given a mask", (*CUDNN_RULES, _cudnn_mask)),
+    SPLASH: ("splash, jax's kernel for TPUs", (_for(TPU, "TPUs"), _WITHOUT_DROPOUT, _in_steps)),
+    CUDNN: ("cuDNN's flash attention", (*CUDNN_RULES, *CUDNN_WITHOUT_MASK)),
+    CUDNN_MASK: ("cuDNN's flash attention, given a mask", (*CUDNN_RULES, *CUDNN_WITH_MASK)),
     XLA: ("plain XLA", ()),
 }
 PRODUCTS = {

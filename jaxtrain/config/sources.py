@@ -262,6 +262,8 @@ def check(name: str) -> None:
 def check_address(name: str) -> None:
     """Raises ConfigError for the address of a source in no store that can be used. The store is not
     asked."""
+    if name.startswith(addresses.HUB):
+        return
     # a bucket itself may be a source
     if wrong := addresses.fault(f"{name.rstrip('/')}/*") or addresses.missing_package(name):
         fixes = [{"data.source": place.removesuffix("/*")} for place in wrong.meant]
@@ -301,7 +303,16 @@ def find_among(
     """The source of those files of a store that lie below a root, which may be one of them, and
     match a pattern. Raises ConfigError as `find`."""
     below = {file: pathlib.Path(file.path).relative_to(root).parts for file in files}
-    matches = sorted((f for f in files if _matches(below[f], pattern)), key=below.__getitem__)
+    paths = {"/".join(parts) for parts in below.values()}
+    matches = [
+        file
+        for file in sorted(files, key=below.__getitem__)
+        if any(
+            _matches(called.split("/"), pattern) for called in _called("/".join(below[file]), paths)
+        )
+    ]
+    if any(file.format in ("arrow", "array_record") for file in matches):
+        matches = [f for f in matches if pathlib.Path(f.path).name not in DESCRIPTIONS]
     hidden = [file for file in matches if any(map(_is_hidden, below[file]))]
     indices = {file.path.removesuffix(".idx") for file in files if file.format == "idx"}
     source = Source(

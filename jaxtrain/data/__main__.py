@@ -96,7 +96,7 @@ def prepare(config: Config, flags: types.SimpleNamespace) -> None:
         lines = write_report(shard.corpus, config.data.sequence_length)
         if k < len(sources):
             epochs = _tokens_read(config, k) / max(len(shard.corpus.train), 1)
-            weight = f"weight {one.weight:g}: " if one.name else ""
+            weight = f"{one.name}, weight {one.weight:g}: " if one.name else ""
             lines.append(f"  {weight}{config.train.steps:,} steps read it {epochs:.3g} times")
         print("\n".join(lines), flush=True)
 
@@ -147,7 +147,7 @@ def _table(arrays: SequenceArrays, tokenizer: Tokenizer) -> Iterator[str]:
         token = int(values[2])
         text = tokenizer.decode([token])
         mark = tokenizer.token(token) if isinstance(tokenizer, FileTokenizer) else "end of document"
-        yield "".join(f"{value:>9g}" for value in values) + f"  {repr(text) if text else mark}"
+        yield "".join(f"{value!s:>9}" for value in values) + f"  {repr(text) if text else mark}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,37 +21,13 @@ from jaxtrain.config.groups.mixture_settings import MixtureSource
 from jaxtrain.config.phases import Span, span_at
 from jaxtrain.data.corpora import Corpora, ValidationSet
 from jaxtrain.data.corpus import Corpus
-from jaxtrain.data.document_packing import SequenceArrays, Sequences
+from jaxtrain.data.document_packing import Sequences
 from jaxtrain.data.mixture import Segment, in_parts
-from jaxtrain.data.order import WINDOW, Order
-from jaxtrain.data.row_log import ReadSequence
+from jaxtrain.data.order import WINDOW, Draw, Order
 from jaxtrain.data.split import Stream
 from jaxtrain.data.tokenizer import DataError
 
 SHOWN = 8  # sequences of a batch that a line names
-
-
-class Draw(NamedTuple):
-    """A sequence of a batch.
-
-    source: its name; ordinal: the number of the source's sequences that come before it
-    epoch: of the source; number: among `sequences`
-    """
-
-    source: str
-    ordinal: int
-    epoch: int
-    sequences: Sequences
-    number: int
-
-    def arrays(self) -> SequenceArrays:
-        """The sequence, as in Sequences."""
-        return self.sequences[self.number]
-
-    def record(self) -> ReadSequence:
-        """What the row log says of it."""
-        ranges = self.sequences.ranges(self.number)
-        return ReadSequence(self.source, self.ordinal, self.epoch, self.number, ranges)
 
 
 class TrainingBatches:
@@ -87,8 +63,7 @@ class TrainingBatches:
                 f"{self._exhausted.setting}: use fewer train.steps"
             )
         k, ordinal = segment.draw(number)
-        at = self._orders[k].at(ordinal)
-        return Draw(self.corpora.sources[k].name, ordinal, at.epoch, at.sequences, at.number)
+        return self._orders[k].at(ordinal)
 
     def prefetch(self, draws: Iterable[Draw]) -> None:
         """Begins to read sequences that lie in a store; then their windows, and the windows after

@@ -54,19 +54,22 @@ class BestFit:
 
     def ranges(self, s: int) -> list[tuple[int, int]]:
         group = int(np.searchsorted(self.firsts, s, "right")) - 1
-        return list(map(tuple, self._packed(group)[s - self.firsts[group]].tolist()))
+        pieces, bounds = self._packed(group)
+        first, last = bounds[s - self.firsts[group] :][:2]
+        return list(map(tuple, pieces[first:last].tolist()))
 
     def group_range(self, group: int) -> tuple[int, int]:
         pieces = self._pieces(group)
         end = min((group + 1) * self._tokens, len(self._stream))  # also of a group without pieces
         return int(pieces[:, 0].min(initial=end)), int(pieces[:, 1].max(initial=end))
 
-    def _pack(self, group: int) -> list[np.ndarray]:
-        """The pieces of each sequence of a group, in the order of the stream, as `_pieces`."""
+    def _pack(self, group: int) -> tuple[np.ndarray, np.ndarray]:
+        """The pieces of a group, as `_pieces`, by sequence and in the order of the stream in each;
+        and [sequences + 1] the first piece of each sequence, then their number."""
         pieces = self._pieces(group)
         sequences, count = pack(np.diff(pieces), self._length + 1)
         order = np.argsort(sequences, kind="stable")
-        return np.split(pieces[order], np.searchsorted(sequences[order], np.arange(1, count)))
+        return pieces[order], np.searchsorted(sequences[order], np.arange(count + 1))
 
     def _pieces(self, group: int) -> np.ndarray:
         """[pieces, 2] int64: the tokens [begin, end) of the stream in each piece that begins in a

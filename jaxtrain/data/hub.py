@@ -24,32 +24,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from jaxtrain import config as cfg
+from jaxtrain.config import addresses
 from jaxtrain.config.errors import cut, one_line, shown
+from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.run import files, streams
-from jaxtrain.run.exit_status import ExitStatus, RunError
 
 T = TypeVar("T")
-SCHEME, MODELS, COMMIT = "hf://", "hf://models/", "[0-9a-f]{40}"
+SCHEME, MODELS, COMMIT = addresses.HUB, f"{addresses.HUB}models/", "[0-9a-f]{40}"
 # what may be a model's name; a JSON file's path is none
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)(@\S+)?")
-OF_MODELS = ("train.init_from", "tokenizer", "from_hf")  # how what names a model ends
+OF_MODELS = ("train.init_from", "tokenizer", "from_hf")  # endings of what names a model
 OF_DATA, OF_MIXTURES = ("data.tokenizer", "data.source"), ("data.sources", "data.validation")
 # seconds between tries; until an answer begins, for which the library would wait for ever; and the
 # most that the hub may ask to wait for
 WAITS_S, ANSWER_S, LONGEST_S = (1.0, 2.0, 4.0, 8.0, 16.0), 30.0, 60.0
-
-
-class HubError(RunError):
-    """A repository of the hub, or a file of one, that cannot be read; the text is one line, which
-    names the setting."""
-
-    status = ExitStatus.BAD_CONFIG
-
-
-class HubAwayError(HubError):
-    """A hub that does not answer, or a disk that is full: what may pass."""
-
-    status = ExitStatus.STORAGE
 
 
 class Repository(NamedTuple):
@@ -68,7 +56,7 @@ class Repository(NamedTuple):
 
 def repository(setting: str, text: str) -> Repository | None:
     """The repository that a setting names; None for a local file or folder, which has precedence,
-    and for a text that can be no name. Raises HubError for a wrong address hf://…"""
+    and for a text that can be no name. Raises StoreError for a wrong address hf://…"""
     is_model = setting.endswith(OF_MODELS)
     is_named = NAME.fullmatch(text) and not os.path.lexists(text) if is_model else None
     if not is_named and (is_model or not text.startswith(SCHEME)):
@@ -81,7 +69,7 @@ def repository(setting: str, text: str) -> Repository | None:
     except ValueError as error:
         if is_model:
             return None
-        raise HubError(f"{setting}={shown(text)} is no address of the hub: {error}") from None
+        raise StoreError(f"{setting}={shown(text)} is no address of the hub: {error}") from None
 
 
 # --- commits --------------------------------------------------------------------------------------
@@ -89,7 +77,7 @@ def repository(setting: str, text: str) -> Repository | None:
 
 def pinned(named: Repository, workdir: str) -> Repository:
     """A repository at a commit: the one with which the run in this folder began, else that of its
-    revision at present, or when the hub could be reached last. Raises HubError."""
+    revision at present, or when the hub could be reached last. Raises StoreError."""
     uri, config = named.uri, ""
     if re.fullmatch(COMMIT, uri.revision or ""):
         return named
@@ -98,7 +86,8 @@ def pinned(named: Repository, workdir: str) -> Repository:
     # A branch may have moved since, and a run goes on with the files that it began with: those that
     # the same setting, or item of a mixture, has in config.json.
     item = named.setting.partition(".")[2].partition(".")[2]
-    place = _text(dataclasses.replace(uri, revision=None, path_in_repo=""))
+    prefix = "" if named.text.startswith(SCHEME) else MODELS
+    place = dataclasses.replace(uri, revision=None, path_in_repo="").to_uri().removeprefix(prefix)
     pattern = re.escape(f'"{item}{"=" * bool(item)}{place}@') + f"({COMMIT})"
     if match := re.search(pattern, config):
         commit, since = match[1], f", as in {workdir}/{files.CONFIG_FILE}"
@@ -106,13 +95,12 @@ def pinned(named: Repository, workdir: str) -> Repository:
         ask = functools.partial(_library().HfApi().resolve_revision, uri.id, repo_type=uri.type)
         commit, since = _patiently(named, lambda: ask(revision=uri.revision).resolved), ""
     uri = dataclasses.replace(uri, revision=commit)
-    return Repository(
-        named.setting, _text(uri), uri, f"{named.setting}={named.text} is {_text(uri)}{since}"
-    )
+    text = uri.to_uri().removeprefix(prefix)
+    return Repository(named.setting, text, uri, f"{named.setting}={named.text} is {text}{since}")
 
 
 def with_commits(config: cfg.Config, workdir: str) -> cfg.Config:
-    """A config with a commit in each repository that its data name. Raises HubError."""
+    """A config with a commit in each repository that its data name. Raises StoreError."""
 
     def pin(setting: str, text: str) -> str:
         named = repository(setting, text)
@@ -125,17 +113,13 @@ def with_commits(config: cfg.Config, workdir: str) -> cfg.Config:
     return cfg.replace(config, changes)
 
 
-def _text(uri: Any) -> str:
-    return uri.to_uri().removeprefix(MODELS)
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
 @functools.cache
 def folder(named: Repository, names: tuple[str, ...]) -> pathlib.Path:
     """The folder of the hub's cache with those of some files that a repository has; what lacks
-    there is downloaded. It may have others, too. Raises HubError.
+    there is downloaded. It may have others, too. Raises StoreError.
 
     named: at a commit
     """
@@ -143,6 +127,34 @@ def folder(named: Repository, names: tuple[str, ...]) -> pathlib.Path:
     download = functools.partial(_library().snapshot_download, uri.id, repo_type=uri.type)
     path = _patiently(named, lambda: download(revision=uri.revision, allow_patterns=patterns))
     return pathlib.Path(path)
+
+
+@functools.cache
+def tree(named: Repository) -> dict[str, dict[str, Any]]:
+    """Address → size and digest of each file of a repository, as an fsspec file system describes
+    them; the hub's cache has this of commits that were listed before. Raises StoreError.
+
+    named: at a commit
+    """
+    uri, get = named.uri, _library().get_cached_repo_tree
+    folder(named, ())  # lists the repository, and downloads nothing
+    entries = _patiently(named, lambda: get(uri.id, repo_type=uri.type, revision=uri.revision))
+    address = dataclasses.replace(uri, path_in_repo="").to_uri()
+    return {
+        f"{address}/{entry.path}": {"size": entry.size, "blob_id": entry.blob_id}
+        for entry in entries
+    }
+
+
+def filesystem() -> Any:
+    """fsspec's file system of the hub's addresses."""
+
+    class HubFiles(_library().HfFileSystem):  # type: ignore[misc]
+        def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any):
+            # without a block's size it would read far ahead, and with 0 it could not seek
+            return super()._open(path, mode, block_size or 1, **options)
+
+    return HubFiles()
 
 
 @functools.cache
@@ -158,7 +170,7 @@ def _library() -> Any:
 
     def refuse_long_waits(response: Any) -> None:
         if (seconds := _wait_of(response)) > LONGEST_S:
-            raise HubAwayError(f"it asks to wait for {seconds:.0f} s")
+            raise StoreAwayError(f"it asks to wait for {seconds:.0f} s")
 
     def client() -> Any:
         client = default_client_factory()
@@ -182,53 +194,59 @@ def _wait_of(response: Any) -> float:
 
 def _patiently(named: Repository, do: Callable[[], T]) -> T:
     """The result of calls of the library, which are repeated while the hub has failures that may
-    pass. Raises HubError."""
+    pass. Raises StoreError."""
     import httpx2
 
     for wait in (*WAITS_S, 0.0):
         try:
             return do()
         except Exception as error:
-            cause: BaseException = error
-            while cause.__cause__ and not isinstance(cause, httpx2.HTTPError | HubError):
-                cause = cause.__cause__
-            refusal = _refusal(named, cause)
+            cause, wrong = _cause(error), refusal(named, error)
             # where there is no connection at all, no other try will find one
-            is_final = not wait or isinstance(cause, httpx2.ConnectError | HubError)
-            if is_final or not isinstance(refusal, HubAwayError):
-                raise refusal from error
+            is_final = not wait or isinstance(cause, httpx2.ConnectError | StoreError)
+            if is_final or not isinstance(wrong, StoreAwayError):
+                raise wrong from error
             wait = max(wait, _wait_of(getattr(cause, "response", None)))
-        streams.remark(f"{refusal}: trying again in {wait:.0f} s")
+        streams.remark(f"{wrong}: trying again in {wait:.0f} s")
         time.sleep(wait)
     raise AssertionError
 
 
-def _refusal(named: Repository, error: BaseException) -> HubError:
+def _cause(error: BaseException) -> BaseException:
+    """The error of HTTP or of this module behind one of the library, or that behind all others."""
+    import httpx2
+
+    while error.__cause__ and not isinstance(error, httpx2.HTTPError | StoreError):
+        error = error.__cause__
+    return error
+
+
+def refusal(named: Repository, error: Exception) -> StoreError:
     """The error for one of the library."""
     import httpx2
     from huggingface_hub import constants, errors
 
-    hub, words = constants.ENDPOINT, cut(one_line(str(error)))
+    cause = _cause(error)
+    page = dataclasses.replace(named.uri, revision=None, path_in_repo="").to_url(constants.ENDPOINT)
+    hub, text = constants.ENDPOINT, f"{named.setting}={shown(named.text)}"
     rules: dict[type, str] = {
-        errors.GatedRepoError: f"is gated: accept its conditions at {named.uri.to_url(hub)}, and "
-        "set HF_TOKEN",
+        errors.GatedRepoError: f"is gated: accept its conditions at {page}, and set HF_TOKEN",
         errors.RevisionNotFoundError: f"names a revision that {hub} lacks: name a branch, a tag or "
         "a commit",
         errors.RepositoryNotFoundError: f"is nothing here, and no repository of {hub}, or a "
         "private one, for which HF_TOKEN has to be set",
         errors.OfflineModeIsEnabled: f"is not, or not completely, in {constants.HF_HUB_CACHE}, and "
         "HF_HUB_OFFLINE is set",
-        BaseException: f"cannot be read from {hub} ({words})",
     }
-    rule = next(rule for kind, rule in rules.items() if isinstance(error, kind))
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    if status in (401, 403) and rule.endswith(")"):
-        rule += ": set HF_TOKEN to one that may read it"
-    passes = (
-        status in (408, 429)
-        or status >= 500
-        or isinstance(error, httpx2.TransportError | HubAwayError)
-        or getattr(error, "errno", None) in files.TRANSIENT
-        or type(error) is OSError  # a file that is shorter than it should be
-    )
-    return (HubAwayError if passes else HubError)(f"{named.setting}={shown(named.text)} {rule}")
+    for kind, rule in rules.items():
+        if isinstance(cause, kind):
+            return StoreError(f"{text} {rule}")
+    text += f" cannot be read from {hub} ({cut(one_line(str(cause)))})"
+    status = getattr(getattr(cause, "response", None), "status_code", 0)
+    if status in (401, 403):
+        text += ": set HF_TOKEN to one that may read it"
+    passing = (httpx2.TransportError, StoreAwayError, ConnectionError, TimeoutError, RuntimeError)
+    passes = isinstance(cause, passing) or status in (408, 429) or status >= 500
+    passes |= getattr(cause, "errno", None) in files.TRANSIENT
+    passes |= type(cause) is OSError  # a file that is shorter than it should be
+    return (StoreAwayError if passes else StoreError)(text)

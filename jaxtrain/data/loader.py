@@ -27,8 +27,9 @@ import numpy as np
 
 from jaxtrain.config import DataConfig, TrainConfig
 from jaxtrain.config.phases import Span, span_at
-from jaxtrain.data.batches import Draw, HeldOutBatches, TrainingBatches
+from jaxtrain.data.batches import HeldOutBatches, TrainingBatches
 from jaxtrain.data.corpora import Corpora, prepare_all
+from jaxtrain.data.order import Draw
 from jaxtrain.data.row_log import RowLog
 from jaxtrain.data.stores.ranges import stop_reading_ahead
 from jaxtrain.data.tokenizer import prompt_ids

@@ -20,18 +20,34 @@ from typing import NamedTuple
 import numpy as np
 from grain.experimental import index_shuffle
 
-from jaxtrain.data.document_packing import Sequences
+from jaxtrain.data.document_packing import SequenceArrays, Sequences
+from jaxtrain.data.row_log import ReadSequence
 from jaxtrain.data.split import Stream, make_stream, mix
 
 WINDOW = 64  # groups
 
 
-class Place(NamedTuple):
-    """A sequence by its place: its epoch, and its number among `sequences`."""
+class Draw(NamedTuple):
+    """A sequence of a source, at its place in the order.
 
+    source: its name; ordinal: the number of the source's sequences that come before it
+    epoch: of the source; number: among `sequences`
+    """
+
+    source: str
+    ordinal: int
     epoch: int
     sequences: Sequences
     number: int
+
+    def arrays(self) -> SequenceArrays:
+        """The sequence, as in Sequences."""
+        return self.sequences[self.number]
+
+    def record(self) -> ReadSequence:
+        """What the row log says of it."""
+        ranges = self.sequences.ranges(self.number)
+        return ReadSequence(self.source, self.ordinal, self.epoch, self.number, ranges)
 
 
 class Window(NamedTuple):
@@ -142,7 +158,7 @@ class Order:
     """
 
     def __init__(self, make: Callable[[int, Stream | None], Sequences], seed: int, name: str):
-        self._make = make
+        self._make, self._name = make, name
         # Grain adds the epoch to its seed of 32 bits. A digest spreads the seeds, so that
         # neighbouring ones do not share epochs.
         text = f"{seed}{name and ' '}{name}"
@@ -175,11 +191,12 @@ class Order:
                 epoch += 1
         self._legs.append(Leg(ordinal, epoch, 0.0, whole))
 
-    def at(self, ordinal: int) -> Place:
+    def at(self, ordinal: int) -> Draw:
         """The sequence of an ordinal."""
         leg = self._leg(ordinal)
         epoch, place = leg.place(ordinal)
-        return Place(epoch, leg.order.sequences, leg.order.sequence(epoch, place))
+        number = leg.order.sequence(epoch, place)
+        return Draw(self._name, ordinal, epoch, leg.order.sequences, number)
 
     def window(self, ordinal: int) -> tuple[list[tuple[int, int]], int]:
         """The ranges of the corpus with the tokens of the window in which an ordinal is, ascending,

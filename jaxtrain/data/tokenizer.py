@@ -27,6 +27,7 @@ import tokenizers
 
 from jaxtrain.config.errors import cut, shown
 from jaxtrain.data import hub
+from jaxtrain.data.errors import DataError
 from jaxtrain.data.marks import (
     BESIDE,
     END_OF_DOCUMENT,
@@ -36,17 +37,9 @@ from jaxtrain.data.marks import (
     plain_marks,
     read_marks,
 )
-from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import read_regular
 
 TOKENIZER = "tokenizer.json"  # its name in a published model
-
-
-class DataError(RunError, ValueError):
-    """A corpus, a tokenizer or a data field that cannot be used. The message is one line, with file
-    and line where there are any."""
-
-    status = ExitStatus.BAD_DATA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +253,7 @@ def check_stops(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def open_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer of `data.tokenizer`, whatever the size of the model's vocabulary is. Raises
-    DataError, and HubError for a repository of the hub.
+    DataError, of which StoreError is that of the hub.
 
     vocab_size: the model's, for token files without a tokenizer
     """

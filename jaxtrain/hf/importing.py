@@ -162,7 +162,7 @@ def open_weights(published: Published, config: FilledConfig) -> PublishedWeights
 
 def open_together(config: ResolvedConfig) -> PublishedWeights:
     """The tensors of `train.init_from`; every process must call this, and opens them. Raises
-    RunError in all of them: HfError as `open_weights`, or HubError."""
+    RunError in all of them: HfError as `open_weights`, or StoreError."""
     return cluster.in_all(
         lambda: open_weights(open_published(config.train.init_from), config), RunError
     )

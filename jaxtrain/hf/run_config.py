@@ -22,6 +22,7 @@ from jaxtrain.config.flags import apply
 from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.config.sources import holds_tokens
 from jaxtrain.data import hub
+from jaxtrain.data.errors import StoreError
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
 from jaxtrain.hf.model_config import FREE, differing, read_model
@@ -89,7 +90,7 @@ class Published(Origin):
 
     def tensors(self) -> SafetensorsFolder:
         """The tensors; a repository's are downloaded. Raises HfError as SafetensorsFolder, and
-        HubError."""
+        StoreError."""
         if named := hub.repository("train.init_from", self.name):
             hub.folder(named, (SINGLE,))
             hub.folder(named, tuple(weight_files(self.folder)))
@@ -114,7 +115,7 @@ class Published(Origin):
 
 def open_published(name: str, workdir: str = "", setting: str = "train.init_from") -> Published:
     """The published model of a folder, or of a repository of the hub, of which all but the weights
-    is downloaded. Raises HfError for what cannot be honoured, HubError for what cannot be read.
+    is downloaded. Raises HfError for what cannot be honoured, StoreError for what cannot be read.
 
     workdir: of a run whose config.json may have the repository's commit; setting: what names it
     """
@@ -174,7 +175,7 @@ def read_published(folder: pathlib.Path, repository: hub.Repository | None = Non
 def read_origin(name: str, workdir: str) -> Origin:
     """The settings of `train.init_from`. Those of the run in `workdir` count if it began with this
     folder or repository, which is gone or out of reach. Raises HfError for what cannot be honoured,
-    HubError as `open_published`, ConfigError for a folder without config.json."""
+    StoreError as `open_published`, ConfigError for a folder without config.json."""
     stored, named = pathlib.Path(workdir) / CONFIG_FILE, hub.repository("train.init_from", name)
     path = pathlib.Path(name if named else os.path.expanduser(name)).absolute()
     try:
@@ -183,7 +184,7 @@ def read_origin(name: str, workdir: str) -> Origin:
             rule = f"is no folder with a {CONFIG} of a published model"
             raise cfg.ConfigError("train.init_from", name, rule)
         return open_published(name, workdir)
-    except (cfg.ConfigError, hub.HubError) as error:
+    except (cfg.ConfigError, StoreError) as error:
         with contextlib.suppress(HfError, ValueError, AttributeError, TypeError):
             run, name = cfg.from_dict(read_json(stored)), str(path)
             if named:

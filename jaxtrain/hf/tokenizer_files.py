@@ -17,6 +17,7 @@ from typing import Any
 
 import tokenizers
 
+from jaxtrain.data.errors import StoreError
 from jaxtrain.data.marks import TOKENIZER_CONFIG
 from jaxtrain.data.tokenizer import (
     ByteTokenizer,
@@ -50,6 +51,8 @@ def tokenizer_of_run(published: Published, name: str, size: int) -> RunTokenizer
     try:
         tokenizer = open_tokenizer(name, size)
         check_stops(tokenizer, size)
+    except StoreError:
+        raise  # the hub's, which may pass
     except DataError as error:
         raise HfError(str(error)) from None
     if tokenizer.vocab_size > size:

@@ -9,8 +9,8 @@ from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import StateFileError
 from jaxtrain.hf import importing
-from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.tokenizer_files import tokenizer_of_run
+from jaxtrain.run.exit_status import RunError
 from jaxtrain.training.state import TrainState, initial_state
 from jaxtrain.training.step import Step
 
@@ -49,13 +49,14 @@ def state_on_disk(step: Step) -> Iterator[None]:
 
 def open_weights(config: ResolvedConfig, resumes: bool) -> importing.PublishedWeights | None:
     """The published weights that a new run starts from; None for a run that resumes, or starts from
-    random ones. Every process must call this. Raises HfError in all of them."""
+    random ones. Every process must call this. Raises
+    RunError in all of them."""
     if resumes or not config.train.init_from:
         return None
     # Opened, which checks files and names, and not yet read: that takes the state's layout.
     weights = importing.open_together(config)
     name, size = config.data.tokenizer, config.model.vocab_size
-    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, name, size), HfError)
+    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, name, size), RunError)
     cluster.log(*(f"note: {note}" for note in run.notes))
     return weights
 

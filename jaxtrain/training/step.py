@@ -225,8 +225,7 @@ def make_step(
     setup: the config's tables, built now if not given.
     span: whose batches it takes; None: those of the config's own sizes
 
-    Raises ConfigError for a schedule that does not fit, and for devices that cannot use the host's
-    memory.
+    Raises ConfigError for a schedule that does not fit, or devices without the host's memory.
     """
     lines, config = rate_lines(config), config_of(config, span).resolve() if span else config
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision

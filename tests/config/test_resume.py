@@ -51,6 +51,7 @@ def test_what_can_continue():
         "data.source": "moved",  # the corpus's checksum decides
         "data.cache": "elsewhere",
         "data.prefetch": 0,
+        "data.filter": "moved.py:keep",  # a file that has moved; the checksum decides
         "mesh.data": 2,
         "mesh.stage": 4,
         "pipeline.schedule": "1f1b",

@@ -365,6 +365,25 @@ def test_a_dict_of_datasets_names_its_splits(tmp_path, monkeypatch):
     assert names_of("d/train") == names_of("d/tr*") == ["d/train/a.arrow"]
 
 
+def test_pairs_and_saved_datasets_in_stores():
+    """Among the files of a store the same ones are chosen."""
+    root = pathlib.Path("s3:/b/d")
+    listed = [
+        sources.File(f"{root}/{name}", sources.format_of(name), 1, "v")
+        for name in ("m/a.bin", "m/a.idx", "d/state.json", "d/dataset_info.json", "d/1.arrow")
+    ]
+
+    def chosen(*pattern):
+        files = sources.find_among("s3://b/d", root, pattern, listed).files
+        return [(file.path.removeprefix(f"{root}/"), file.format) for file in files]
+
+    pair = [("m/a.bin", "megatron"), ("m/a.idx", "idx")]
+    assert chosen("m", "*.bin") == chosen("m", "a") == chosen("m") == pair
+    assert chosen("d") == chosen("**", "*.arrow") == [("d/1.arrow", "arrow")]
+    one = sources.find_among("s3://b/d/d/1.arrow", root / "d/1.arrow", (), listed[-1:])
+    assert [file.path for file in one.files] == [f"{root}/d/1.arrow"]
+
+
 @pytest.mark.parametrize(
     "name", ["a.array_record-00003-of-00008", "a.arrayrecord", "A.ARRAY_RECORD"]
 )

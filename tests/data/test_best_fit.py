@@ -42,7 +42,7 @@ def naive(lengths, capacity):
     return chosen, len(rooms)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(lengths=st.lists(st.integers(1, 20), max_size=60), room=st.integers(0, 15))
 def test_pack_is_best_fit_decreasing(lengths, room):
     capacity = max(lengths, default=1) + room
@@ -50,7 +50,7 @@ def test_pack_is_best_fit_decreasing(lengths, room):
     assert (bins.tolist(), count) == naive(lengths, capacity)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30),
     length=st.integers(1, 15),

@@ -78,7 +78,7 @@ def test_prepare_says_what_is_in_each_source_and_writes_a_report(recipe, capsys)
     assert sum(report["tokens_by_length"]) == report["tokens"]
     trained = report["tokens"] - report["held_out"]
     times = 100 * 4 * 16 * 0.8 / trained
-    assert out[first + 4] == f"  weight 1: 100 steps read it {times:.3g} times"
+    assert out[first + 4] == f"  web, weight 1: 100 steps read it {times:.3g} times"
     assert (pathlib.Path(folder) / "report.png").read_bytes().startswith(b"\x89PNG")
     (code,) = [i for i, line in enumerate(out) if line.startswith("code: ")]
     report = read_json(os.path.join(out[code + 3].strip(), "report.json"))

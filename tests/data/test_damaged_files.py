@@ -12,7 +12,7 @@ from support import ROOT
 
 @pytest.mark.parametrize(
     "seed, count",
-    [(0, 60), *(pytest.param(seed, 1000, marks=pytest.mark.full) for seed in range(1, 4))],
+    [(0, 60), *(pytest.param(seed, 500, marks=pytest.mark.full) for seed in range(1, 3))],
 )
 def test_damaged_files(tmp_path, seed, count):
     """Names of files, damages and what is said are in `lines`, the last one too if it crashed."""

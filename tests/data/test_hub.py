@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support import ROOT
 from support.hub_server import TOKEN, HubServer
 
 from jaxtrain.data import hub as hub_room
+from jaxtrain.data.errors import StoreError
 from jaxtrain.run.exit_status import ExitStatus
 
 # For each line of standard input, [setting, name, files, workdir]: a line with the folder, its
@@ -21,6 +24,7 @@ from jaxtrain.run.exit_status import ExitStatus
 PROGRAM = """
 import json, os, sys
 from jaxtrain.data import hub
+from jaxtrain.run.exit_status import RunError
 if "HURRY" in os.environ:
     hub.WAITS_S, hub.ANSWER_S = (0.5,), 1.0
 for setting, name, files, workdir in map(json.loads, sys.stdin):
@@ -29,7 +33,7 @@ for setting, name, files, workdir in map(json.loads, sys.stdin):
         folder = hub.folder(named, tuple(files))
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
         answer = [named.text, names, named.note]
-    except hub.HubError as error:
+    except RunError as error:
         answer = [int(error.status), str(error)]
     print(json.dumps(answer), flush=True)
 """
@@ -43,10 +47,10 @@ class Programs:
         self.hub, self.environment = hub, hub.environment(home) | {"PYTHONPATH": str(ROOT)}
         self.folder = home.parent
 
-    def start(self, **environment: str) -> subprocess.Popen:
+    def start(self, code: str = PROGRAM, **environment: str) -> subprocess.Popen:
         clean = {name: text for name, text in os.environ.items() if not name.startswith("HF_")}
         return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", code],
             env=clean | self.environment | environment,
             cwd=self.folder,
             stdin=subprocess.PIPE,
@@ -89,7 +93,7 @@ def test_what_is_a_name(tmp_path, monkeypatch):
     assert hub_room.repository("data.source", "org/name") is None
     named = hub_room.repository("data.sources.web", "hf://datasets/org/name@v1/a/*.parquet")
     assert named and named.uri.path_in_repo == "a/*.parquet"
-    with pytest.raises(hub_room.HubError, match="data.source='hf://datasets/a' is no address"):
+    with pytest.raises(StoreError, match="data.source='hf://datasets/a' is no address"):
         hub_room.repository("data.source", "hf://datasets/a")
 
 
@@ -106,19 +110,18 @@ def test_files_of_a_commit(programs, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"train": {"init_from": at}}))
     hub.requests.clear()
-    answers = programs.read(at, "org/name", "org/name@main")
-    assert [text for text, *_ in answers] == [at] * 3 and not hub.requests
-    assert answers[1][2] == f"train.init_from=org/name is {at}, as in run/config.json"
+    stays = f"train.init_from=org/name is {at}, as in run/config.json"
+    cached = [[at, [*FILES], ""], [at, [*FILES], stays]]
+    assert programs.read(at, "org/name") == cached and not hub.requests
     offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    assert programs.read(at, "org/name", **offline) == [[at, [*FILES], ""], answers[1]]
-    status, text = programs.read(f"org/name@{second}", workdir="", **offline)[0]
-    cache = tmp_path / "home" / "hub"
-    rule = f"is not, or not completely, in {cache}, and HF_HUB_OFFLINE is set"
-    assert status == ExitStatus.BAD_CONFIG
-    assert text == f"train.init_from='org/name@{second}' {rule}" and programs.err == ""
+    *answers, (status, text) = programs.read(at, "org/name", f"org/name@{second}", **offline)
+    assert answers == cached and status == ExitStatus.BAD_CONFIG and programs.err == ""
+    rule = f"is not, or not completely, in {tmp_path / 'home' / 'hub'}, and HF_HUB_OFFLINE is set"
+    assert text == f"train.init_from='org/name@{second}' {rule}"
     assert programs.read("org/name", workdir="")[0][0] == f"org/name@{second}"
 
 
+@pytest.mark.full
 def test_refusals(programs, tmp_path):
     """A line for each that says what to do; nothing is waited for."""
     hub = programs.hub
@@ -238,3 +241,128 @@ def test_a_killed_download_is_not_used(programs, tmp_path):
     assert status == ExitStatus.BAD_CONFIG and "not completely" in text
     programs.hub.cut = 0
     assert programs.read("org/name")[0][1] == [*FILES]
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+# For each line of standard input, [source, cache]: a line with the source at its commit, the
+# corpus's checksum and its documents; or with status and text of the error.
+PREPARE = """
+import json, sys
+from jaxtrain.config import Config, DataConfig
+from jaxtrain.data import hub
+from jaxtrain.data.preparing.prepare import prepare
+from jaxtrain.run.exit_status import RunError
+for source, cache in map(json.loads, sys.stdin):
+    data = DataConfig(source=source, tokenizer="bytes", cache=cache)
+    try:
+        data = hub.with_commits(Config(data=data), "").data
+        corpus = prepare(data, 257, progress=False)
+        answer = [data.source, corpus.checksum, len(corpus.documents) - 1]
+    except (RunError, ValueError) as error:
+        answer = [int(getattr(error, "status", 2)), str(error)]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def dataset(programs, tmp_path) -> pathlib.Path:
+    """A folder with Parquet files, of which a tenth is text, and others; published."""
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    for name in ("a", "b"):
+        texts = [f"{name} {number} " + "text " * 20 for number in range(2000)]
+        table = {"text": texts, "image": [os.urandom(1000) for _ in texts]}
+        pq.write_table(pa.table(table), folder / "data" / f"{name}.parquet", row_group_size=500)
+    (folder / "data" / "c.jsonl").write_text('{"text": "no"}\n')
+    (folder / "README.md").write_text("a set")
+    programs.hub.publish("datasets/org/set", folder)
+    return folder
+
+
+def prepared(programs: Programs, *lines: tuple[object, object], **environment: str) -> list:
+    """What one program says about some pairs of source and cache."""
+    program = programs.start(PREPARE, **environment)
+    words = [json.dumps([str(source), str(cache)]) for source, cache in lines]
+    out, programs.err = program.communicate("\n".join(words), timeout=120)
+    assert program.returncode == 0, programs.err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_a_source_of_the_hub(programs, dataset, tmp_path):
+    """The corpus of the same files on the disk; columns that no field is in are not read. Files
+    that another commit has, too, are not read again; without the hub the listing is the cache's."""
+    hub, source = programs.hub, "hf://datasets/org/set/data/*.parquet"
+    hub.requests.clear()
+    hub.sent = 0
+    local, of_hub = prepared(
+        programs, (dataset / "data" / "*.parquet", tmp_path / "1"), (source, tmp_path / "2")
+    )
+    commit = hub.repos["datasets/org/set"].revisions["main"]
+    assert of_hub == [source.replace("/set/", f"/set@{commit}/"), *local[1:]]
+    assert of_hub[2] == 4000 and hub.files() == {"data/a.parquet", "data/b.parquet"}
+    assert hub.sent < 0.3 * sum(path.stat().st_size for path in dataset.rglob("*.parquet"))
+    (dataset / "README.md").write_text("the same set")
+    hub.publish("datasets/org/set", dataset)
+    hub.requests.clear()
+    again, before, missing = prepared(
+        programs,
+        *((source, tmp_path / "2"), (of_hub[0], tmp_path / "2")),
+        ("hf://datasets/org/set/*.txt", tmp_path / "2"),
+    )
+    assert again[1:] == of_hub[1:] and before == of_hub and not hub.files()
+    assert missing[0] == ExitStatus.BAD_CONFIG and "matches no files" in missing[1]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert prepared(programs, (source, tmp_path / "2"), **offline) == [again]
+
+
+SOURCE_TROUBLE = {
+    "each third request fails": {"fail_every": 3, "failure": 503},
+    "each body is cut": {"cut": 60_000, "cuts": 1},
+    "it asks to wait": {"failures": 2, "failure": 429, "headers": {"Retry-After": "1"}},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trouble", SOURCE_TROUBLE)
+def test_a_source_waits_for_the_hub(programs, dataset, trouble, tmp_path):
+    pattern = "data/*.parquet"
+    [local] = prepared(programs, (dataset / pattern, tmp_path / "1"))
+    vars(programs.hub).update(SOURCE_TROUBLE[trouble])
+    [of_hub] = prepared(programs, (f"hf://datasets/org/set/{pattern}", tmp_path / "2"))
+    assert of_hub[1:] == local[1:]
+
+
+@pytest.mark.full
+def test_sources_that_are_refused(programs, dataset, tmp_path):
+    hub = programs.hub
+    hub.publish("datasets/org/gated", dataset)
+    hub.repos["datasets/org/gated"].is_gated = True
+    pattern, cache = "data/*.parquet", tmp_path / "cache"
+    rules = {
+        f"hf://datasets/org/gated/{pattern}": "is gated: accept its conditions at",
+        f"hf://datasets/org/sets/{pattern}": "is nothing here, and no repository of",
+        f"hf://datasets/org/set@v3/{pattern}": "names a revision that",
+        "hf://datasets/org/set/date": "holds no files",
+        "hf://datasets/set": "is no address of the hub",
+    }
+    answers = prepared(programs, *((source, cache) for source in rules))
+    for source, (status, text) in zip(rules, answers, strict=True):
+        assert status == ExitStatus.BAD_CONFIG and rules[source] in text, text
+        assert "data.source='hf://datasets/" in text and "\n" not in text
+    assert f"at {hub.endpoint}/datasets/org/gated, and set HF_TOKEN" in answers[0][1]
+    assert not [*cache.glob("*-*")]
+    [(_, _, documents)] = prepared(programs, ([*rules][0], cache), HF_TOKEN=TOKEN)
+    assert documents == 4000
+    # a file of its own, and one of a model's repository
+    hub.publish("models/org/texts", dataset)
+    [one, other] = prepared(
+        programs,
+        *(("hf://datasets/org/set/data/a.parquet", cache), ("hf://org/texts/data", cache)),
+    )
+    assert one[2] == 2000 and other[2] == 4001
+    commit = hub.repos["models/org/texts"].revisions["main"]
+    assert other[0] == f"hf://models/org/texts@{commit}/data"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
+    [(status, text)] = prepared(programs, ([*rules][0], cache), **offline)
+    assert status == ExitStatus.BAD_CONFIG and "HF_HUB_OFFLINE is set" in text

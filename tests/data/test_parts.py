@@ -184,7 +184,7 @@ def test_parts_that_are_damaged_or_left_by_a_kill_are_encoded_again(config, mixe
     data = config(source=mixed, cache=str(mixed.parent / "other"))
     done = prepare_shard(data, 257, (0, 3), progress=False)
     assert done.encoded and prepare_shard(data, 257, (0, 3), progress=False).encoded == 0
-    (work,) = (mixed.parent / "other").glob("corpus-*.parts")
+    (work,) = (mixed.parent / "other").glob("corpus-*.parts-1")
     part = work / "part-00003" / "tokens.bin"
     part.write_bytes(bytes(part.stat().st_size))
     (work / "part-00006" / "documents.bin").unlink()
@@ -208,7 +208,7 @@ print(prepare.prepare(config, 257, progress=False).checksum)
 def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monkeypatch, trials):
     """At random moments: complete parts stay as they are, nothing else counts, and the corpus is
     that of an undisturbed preparation."""
-    path = write("a.jsonl", lines(30_000))
+    path = write("a.jsonl", lines(20_000))
     monkeypatch.setattr(parts_module, "PART", 100_000)
     whole = content(prepare(config(source=path), 257, progress=False))
     chance = random.Random(0)
@@ -219,17 +219,18 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
             process = start_python(PREPARE, path, cache)
             assert process.stdout.readline() == "ready\n"
             try:
-                process.wait(chance.uniform(0, 0.1 + 0.05 * attempt))
+                process.wait(chance.uniform(0, 0.2 + 0.1 * attempt))
                 break
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
             present = {
                 str(part): part.stat()[1:3]
-                for part in cache.glob("corpus-*.parts/part-*")
+                for part in cache.glob("corpus-*.parts-1/part-*")
                 if re.fullmatch(r"part-\d+", part.name)
             }
-            if present:  # they go when the corpus is there
+            is_joined = any(re.fullmatch(r"corpus-\w+", each.name) for each in cache.glob("*"))
+            if not is_joined:  # then parts are removed
                 assert complete.items() <= present.items()
                 complete = present
             unfinished = [each for each in cache.rglob("*.tmp-*") if "known" not in each.parts]
@@ -238,3 +239,10 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
         found = prepare(config(source=path, cache=str(cache)), 257, progress=False)
         assert content(found) == whole
         assert {each.name for each in cache.iterdir()} == {"known", found.folder.name}
+
+
+def test_a_prepared_source_is_not_divided_again(config, mixed, monkeypatch):
+    """A start reads what it needs: of a source in a store each extent would cost a request."""
+    first = prepare(config(source=mixed), 257, progress=False)
+    monkeypatch.setattr(tokens, "divide", None)
+    assert prepare(config(source=mixed), 257, progress=False).folder == first.folder

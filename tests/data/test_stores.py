@@ -24,9 +24,10 @@ from jaxtrain.config.phases import spans
 from jaxtrain.data import corpus as corpus_module, document_packing, order
 from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.data.corpora import prepare_all
+from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.stores import blocks, filesystem, listing, ranges
-from jaxtrain.data.stores.filesystem import Protocol, StoreAwayError, StoreError
+from jaxtrain.data.stores.filesystem import Protocol
 from jaxtrain.data.stores.ranges import stop_reading_ahead
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import watchdog

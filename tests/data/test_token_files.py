@@ -114,7 +114,8 @@ def test_files_that_do_not_fit_together(config, tmp_path):
 
 @pytest.mark.parametrize("block", [2, 1 << 20])
 def test_megatron_documents_are_those_of_the_index(config, tmp_path, monkeypatch, block):
-    """No id ends them, they may have several sequences or none, and segments follow them."""
+    """No id ends them, they may have several sequences, and segments follow them. A document
+    without tokens is left out, as a record without text is."""
     monkeypatch.setattr(megatron_index, "BLOCK", block)
     sequences = [[1, 2, 3], [END, 4], [], [5], [6, 7, 8, 9, END, END], [10]]
     for dtype, code in ((1, "u1"), (2, "i1"), (3, "i2"), (4, "i4"), (5, "i8"), (8, "u2")):
@@ -123,9 +124,7 @@ def test_megatron_documents_are_those_of_the_index(config, tmp_path, monkeypatch
         options = {"attend_across_documents": False, "validation_fraction": 0.0}
         corpus = prepare(config(source=path, **options), 257, progress=False)
         assert corpus.tokens.dtype == f"<{code}" and corpus.tokens.filename == path
-        assert documents_of(corpus) == [
-            small[0] + small[1], [], [5], small[4], [10]
-        ]  # fmt: skip
+        assert documents_of(corpus) == [small[0] + small[1], [5], small[4], [10]]
     sequence = Sequences(corpus, corpus.train, 12, False)[0]
     assert sequence["segments"].tolist() == [1] * 5 + [2] + [3] * 6
     assert sequence["positions"].tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5]

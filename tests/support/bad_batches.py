@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from jaxtrain import train_command as train
-from jaxtrain.data.batches import Draw
 from jaxtrain.data.loader import Batch, Loader
+from jaxtrain.data.order import Draw
 from jaxtrain.training.parameter_checks import Comparison, Copies
 from jaxtrain.training.state import TrainState
 

@@ -450,7 +450,7 @@ RULES = [
     ),
     (
         {"parallel.compiler_options": ("xla_a=1", "xla_a=2")},
-        "parallel.compiler_options=('xla_a=1', 'xla_a=2') names an option twice: use "
+        "parallel.compiler_options=('xla_a=1', 'xla_a=2') names a setting twice: use "
         "--config.parallel.compiler_options=xla_a=2",
     ),
     (
@@ -1265,6 +1265,18 @@ UNUSED = [
         "train.hash_every=1 has no use with one device, which has the only copy of each parameter",
     ),
     ({"data.bad_records": "skip"}, "data.bad_records=skip has no use with data.source='stdlib'"),
+    (
+        {"data.source": __file__, "data.sources": ("a=stdlib",)},
+        f"data.source={__file__} has no use with data.sources",
+    ),
+    (
+        {"data.token_dtype": "uint32", "data.sources": ("a=stdlib", "b=b.txt")},
+        "data.token_dtype=uint32 has no use with data.sources",
+    ),
+    (
+        {"data.sources": ("a=stdlib", "a.exhausted=leave")},
+        "data.sources: a.exhausted=leave has no use with its epochs=0, without end",
+    ),
     (
         {"data.filter": "mine:keep", "data.source": "ids.bin"},
         "data.filter=mine:keep has no use with data.source='ids.bin'",

@@ -57,11 +57,13 @@ class HubServer:
       cut: a body of more bytes than this ends there, without a word, `cuts` times for each file
 
     requests: what was asked for, as ("GET", path without its query, status)
+    sent: bytes of the contents of answers
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = collections.defaultdict(Repo)
         self.requests: list[tuple[str, str, int]] = []
+        self.sent = 0
         self.delay, self.hangs = 0.0, False
         self.failures, self.fail_every, self.failure = 0, 0, 500
         self.headers: dict[str, str] = {}
@@ -177,6 +179,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         with hub.lock:
             hub.cut_of[path] += 1
+            hub.sent += len(content)
             cut = 0 < hub.cut < len(content) and hub.cut_of[path] <= hub.cuts
         with contextlib.suppress(ConnectionError):
             self.wfile.write(content[: hub.cut] if cut else content)

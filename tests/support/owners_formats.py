@@ -25,7 +25,7 @@ TEXTS = [f"document {i}: {'naïve 漢字 ' * (i % 7)}{'x' * (i % 13)}" for i in 
 
 def megatron(folder: pathlib.Path) -> dict[str, list[list[int]]]:
     """Writes a dataset of each integer type, one of documents of several sequences, and one that is
-    merged from two. Returns the documents of each, as its reader gives them."""
+    merged from two. Returns the documents of each that have tokens, as its reader gives them."""
     rng, made = np.random.default_rng(0), {}
     for dtype in (np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16):
         prefix = str(folder / dtype.__name__)
@@ -39,6 +39,8 @@ def megatron(folder: pathlib.Path) -> dict[str, list[list[int]]]:
                 for part in ids.split(lengths):
                     builder.add_item(part)
                 builder.end_document()
+            if rng.random() < 0.1:
+                builder.end_document()  # a document without tokens
         builder.finalize(f"{prefix}.idx")
         made[prefix] = dtype
     merged = IndexedDatasetBuilder(str(folder / "merged.bin"), dtype=np.uint16)
@@ -56,6 +58,7 @@ def megatron(folder: pathlib.Path) -> dict[str, list[list[int]]]:
         expected[pathlib.Path(name).name] = [
             np.concatenate([read[i] for i in range(first, last)]).tolist()
             for first, last in zip(bounds, bounds[1:])
+            if last > first
         ]
     return expected
 

@@ -6,8 +6,8 @@ import time
 
 from jaxtrain import BEGAN, train_command as train
 from jaxtrain.data import loader
-from jaxtrain.data.batches import Draw
 from jaxtrain.data.loader import Batch, Loader
+from jaxtrain.data.order import Draw
 
 SLOW_PROCESS, SECONDS = 1, 0.2  # more for each batch
 

@@ -26,8 +26,8 @@ class DataConfig:
     )
     tokenizer: str = setting(
         "bytes",
-        "bytes; the path of a Hugging Face tokenizers JSON file; or none: the ids of a "
-        "token file are used unchanged",
+        "bytes; the path of a Hugging Face tokenizers JSON file; org/name[@revision] of a hub's "
+        "model; or none: the ids of a token file are used unchanged",
     )
     sequence_length: int = setting(
         128, "tokens in a sequence, as the model sees it", Range(at_least=1)
@@ -58,8 +58,8 @@ class DataConfig:
     )
     duplicates: str = setting(
         "keep",
-        "documents that were read before; exact: those of equal text are left out; near: those of "
-        "similar text, too",
+        "documents that were read before in this source; exact: those of equal text are left out; "
+        "near: also those that share about 80 % of all runs of five words",
         Choices(("keep", "exact", "near")),
     )
     bad_records: str = setting(
@@ -211,8 +211,9 @@ class TrainConfig:
     seed: int = setting(0, "seed of the initial weights", Range(at_least=0))
     init_from: str = setting(
         "",
-        "folder of a published model (config.json and safetensors): its model's settings, and "
-        "its weights as the initial ones of a new run; empty: random weights",
+        "folder of a published model (config.json and safetensors), or org/name[@revision] of the "
+        "Hugging Face hub: its model's settings, and its weights as the initial ones of a new run; "
+        "empty: random weights",
     )
     phases: tuple[str, ...] = setting(
         (),

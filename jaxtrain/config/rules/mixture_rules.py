@@ -34,15 +34,26 @@ def items_are_known(data: DataConfig) -> Iterator[Violation]:
     """The items have settings that there are, each name has a path, and no two sets one name."""
     for path, items in ((SOURCES, data.sources), (SETS, data.validation)):
         yield from item_violations(path, items, functools.partial(_fault, path=path))
+        with_path = {item.partition("=")[0] for item in items}
         for name in dict.fromkeys(re.split("[.=]", item)[0] for item in items):
-            without = [{path: without_entries(items, name)}]
-            if not any(item.startswith(f"{name}=") for item in items):
-                yield Violation(path, f"has no path of {name}, {name}=PATH", without)
+            if name not in with_path:
+                fixes = [{path: without_entries(items, name)}]
+                yield Violation(path, f"has no path of {name}, {name}=PATH", fixes)
             if path == SETS and any(source.name == name for source in mixture_of(data)):
                 rule = f"has {name}, the name of a source, and of the part that it holds out"
-                yield Violation(path, rule, without)
+                yield Violation(path, rule, [{path: without_entries(items, name)}])
     if not any(source.weight for source in mixture_of(data)):
         yield Violation(SOURCES, "has no source with a weight above 0", [{SOURCES: ()}])
+
+
+def notes(data: DataConfig) -> list[str]:
+    """Lines about settings of sources that have no use."""
+    return [
+        f"{SOURCES}: {source.name}.exhausted={source.exhausted} has no use with its epochs=0, "
+        "without end"
+        for source in mixture_of(data)
+        if source.exhausted != "stop" and not source.epochs
+    ]
 
 
 def of_corpora(

@@ -29,6 +29,8 @@ _FREE = (
     "data.source",
     "data.sources",
     "data.bad_records",
+    "data.filter",
+    "data.duplicates",
     # DeepSeek-V3 sets the first to 0 towards the end
     "model.balance_rate",
     "model.balance_loss",

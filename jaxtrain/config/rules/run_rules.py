@@ -24,7 +24,7 @@ from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.config.own_code import OwnCodeError
 from jaxtrain.config.rules.mixture_rules import of_corpora
-from jaxtrain.config.rules.rules import SettingChanges, Violation, values_for
+from jaxtrain.config.rules.rules import SettingChanges, Violation, item_violations, values_for
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
 
@@ -177,18 +177,9 @@ def products_are_built(precision: PrecisionConfig, model: ResolvedModel) -> Iter
 def compiler_options_have_names(parallel: ParallelConfig) -> Iterator[Violation]:
     """Each option is NAME=VALUE, with a name that begins as all of XLA's do, and none stands
     twice."""
-    path, options = "parallel.compiler_options", parallel.compiler_options
-    right = tuple(dict.fromkeys(o for o in options if re.fullmatch(r"xla_\w+=\S+", o)))
-    if wrong := [option for option in options if option not in right]:
-        yield Violation(
-            path,
-            f"has {wrong[0]!r}, which is not an XLA option such as "
-            "xla_gpu_enable_latency_hiding_scheduler=true",
-            [{path: right}],
-        )
-    last = {option.partition("=")[0]: option for option in options}
-    if len(last) < len(options):
-        yield Violation(path, "names an option twice", [{path: tuple(last.values())}])
+    rule = "which is not an XLA option such as xla_gpu_enable_latency_hiding_scheduler=true"
+    fault = lambda option: None if re.fullmatch(r"xla_\w+=\S+", option) else (rule, "")
+    yield from item_violations("parallel.compiler_options", parallel.compiler_options, fault)
 
 
 def places_are_folders(checkpoint: CheckpointConfig, data: DataConfig) -> Iterator[Violation]:

@@ -32,11 +32,11 @@ from jaxtrain.config.groups.layer_kinds import (
     of_kind,
     parse_entry,
 )
-from jaxtrain.config.groups.mixture_settings import is_evaluated
+from jaxtrain.config.groups.mixture_settings import is_evaluated, mixture_of
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import READS, record_of
-from jaxtrain.config.rules import phase_rules
+from jaxtrain.config.rules import mixture_rules, phase_rules
 from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.config.rules.model_rules import OF_EXPERTS
 from jaxtrain.config.saved_values import MLP_OUT, ON_HOST, names_of, names_on_host
@@ -285,11 +285,7 @@ USES = (
         lambda c: c.model.window,
         lambda c: "with the kinds of model.pattern, none of which has a window",
     ),
-    Use(
-        ["data.loss_mask", "data.text_fields"],
-        lambda c: sources.may_have_fields(c.data.source),
-        lambda c: f"with data.source={c.data.source!r}",
-    ),
+    Use(["data.source"], lambda c: not c.data.sources, lambda c: "with data.sources"),
     Use(
         ["data.store_cache_gb"],
         lambda c: any(
@@ -297,25 +293,26 @@ USES = (
         ),
         lambda c: "with sources that lie in no store",
     ),
-    Use(
-        ["data.bad_records"],
-        lambda c: c.data.source != sources.STDLIB,
-        lambda c: f"with data.source={c.data.source!r}",
-    ),
-    Use(
-        ["data.filter"],
-        lambda c: not sources.holds_tokens(c.data.source),
-        lambda c: f"with data.source={c.data.source!r}",
-    ),
-    Use(
-        ["data.duplicates"],
-        lambda c: sources.may_have_fields(c.data.source) or not os.path.isfile(c.data.source),
-        lambda c: f"with data.source={c.data.source!r}, which has no two texts",
-    ),
-    Use(
-        ["data.token_dtype"],
-        lambda c: "bin" in sources.formats(c.data.source),
-        lambda c: f"with data.source={c.data.source!r}",
+    *(
+        Use(
+            settings,
+            lambda c, test=test: any(test(one.data.source) for one in mixture_of(c.data)),  # type: ignore[misc]
+            lambda c, more=more: (  # type: ignore[misc]
+                f"with {'data.sources' if c.data.sources else f'data.source={c.data.source!r}'}"
+                f"{more}"
+            ),
+        )
+        for settings, test, more in (
+            (["data.loss_mask", "data.text_fields"], sources.may_have_fields, ""),
+            (["data.bad_records"], lambda path: path != sources.STDLIB, ""),
+            (["data.filter"], lambda path: not sources.holds_tokens(path), ""),
+            (
+                ["data.duplicates"],
+                lambda path: sources.may_have_fields(path) or not os.path.isfile(path),
+                ", which has no two texts",
+            ),
+            (["data.token_dtype"], lambda path: "bin" in sources.formats(path), ""),
+        )
     ),
     Use(
         ["model.attention_backward"],
@@ -449,6 +446,7 @@ def unused_settings(config: MeshedConfig, platform: str = "") -> list[str]:
         *_names_without_use(config.pipeline, config.parallel, config.model),
         *_kinds_without_use(config),
         *phase_rules.notes(config),
+        *mixture_rules.notes(config.data),
     ]
 
 

@@ -31,6 +31,7 @@ from jaxtrain.data.reading.records import TextPiece
 
 SHINGLE = 5  # words
 BANDS, HASHES = 16, 12
+BLOCK = 1 << 20  # characters whose runs are made at a time
 SEED = 57
 SORTED = 1 << 23  # keys that are sorted at a time, in some 0.3 GB
 WORD = re.compile(r"\w+")
@@ -42,13 +43,13 @@ def with_keys(
 ) -> Iterator[TextPiece]:
     """The pieces as they are. After the last one the keys of their documents are stored:
     [KEYS · documents] uint64, little-endian, one column after the other. Runs of words across the
-    end of a piece do not count."""
-    minhash = _minhash if duplicates == "near" else lambda: None
+    ends of pieces and blocks do not count."""
+    minhash: Callable[[], Any] = _minhash if duplicates == "near" else lambda: None
     content, text, words = bytearray(), hashlib.blake2b(digest_size=8), minhash()
     for piece in pieces:
         text.update(piece.text.encode())
-        if words:
-            words.update(_runs(piece.text))
+        for first in range(0, len(piece.text) if words else 0, BLOCK):
+            words.update(_runs(piece.text[first : first + BLOCK]))
         yield piece
         if piece.ends:
             content += text.digest() + (_bands(words) if words else b"")

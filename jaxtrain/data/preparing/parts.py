@@ -36,6 +36,7 @@ from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.run import files
 
 PART = 64_000_000  # bytes of files in a part
+VERSION = 1  # of parts: another one for another PART, or for other files of a part's folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ again.
                                               only with data.loss_mask
                               tokenizer.json  a copy of the tokenizer's file, if it has one
 
-    <cache>/corpus-<key>.parts/             encoded parts, until they are joined (parts.py)
+    <cache>/corpus-<key>.parts-<version>/   encoded parts, until they are joined (parts.py)
     <cache>/known/<source>-<key>/at.json    the key of the content of files that have the paths,
                                             sizes and times of which this folder's key is a digest
 
@@ -58,7 +58,14 @@ from jaxtrain.data.preparing.encode import cores
 from jaxtrain.data.preparing.index_tokens import index_tokens
 from jaxtrain.data.preparing.join import join
 from jaxtrain.data.preparing.notes import notes
-from jaxtrain.data.preparing.parts import Part, StoredPart, divide, encode_part, open_part
+from jaxtrain.data.preparing.parts import (
+    VERSION,
+    Part,
+    StoredPart,
+    divide,
+    encode_part,
+    open_part,
+)
 from jaxtrain.data.reading.array_records import kinds_line
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.reading.compressed import is_compressed
@@ -174,10 +181,13 @@ class Preparation:
         except OSError:  # a cache that may not be written can have the corpus all the same
             noted = None
         self._content_key = noted or self._key(_content)
-        self._work = self._root / f"corpus-{self._content_key}.parts"
-        with self._unusable_removed(), self._unchanged():
-            whole = Part(0, source, 0, sum(file.size for file in source.files))
-            self._parts = [whole] if source.holds_tokens else divide(source)
+        self._work = self._root / f"corpus-{self._content_key}.parts-{VERSION}"
+
+    @functools.cached_property
+    def _parts(self) -> list[Part]:
+        """The parts of the source. Token files, which are indexed where they lie, are one."""
+        whole = Part(0, self._source, 0, sum(file.size for file in self._source.files))
+        return [whole] if self._source.holds_tokens else divide(self._source)
 
     def corpus(self) -> Corpus:
         """The corpus. If the cache does not have it, missing parts are encoded, and all joined."""
@@ -190,14 +200,15 @@ class Preparation:
 
     def shard(self, number: int, count: int) -> ShardReport:
         """Encodes the parts of a shard, and joins all parts if they are there."""
-        own, encoded = self._parts[number::count], 0
+        encoded = 0
         with self._unusable_removed():
+            own = self._parts[number::count]
             if not self._source.holds_tokens and self._open(self._folder()) is None:
                 encoded = len(self._missing(own))
                 with self._unchanged():
                     self._encode(own)
             missing = self._missing(self._parts)
-        # A token file is indexed where it lies, by the shard that has it.
+        # the shard that has token files indexes them
         is_ready = bool(own) if self._source.holds_tokens else not missing
         corpus = self.corpus() if is_ready else self._open(self._folder())
         left = () if corpus else missing
@@ -293,7 +304,7 @@ class Preparation:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, DataError) and not keeps_parts:
+            if isinstance(error, DataError | ConfigError) and not keeps_parts:
                 shutil.rmtree(self._work, ignore_errors=True)
             if not self._work.exists():
                 shutil.rmtree(self._known, ignore_errors=True)

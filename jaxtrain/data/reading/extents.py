@@ -48,7 +48,7 @@ def lines_before(file: File) -> int:
 def _line_ends(path: str, first: int, size: int) -> int:
     """The number of line ends in `size` bytes of a file. The cache lets the extents of a file count
     its lines once together."""
-    with open_input(path) as stream:
+    with io.BufferedReader(open_input(path)) as stream:  # type: ignore[type-var]
         stream.seek(first)
         return stream.read(size).count(b"\n")
 

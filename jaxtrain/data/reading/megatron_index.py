@@ -67,7 +67,7 @@ def read_header(stream: BinaryIO, path: str) -> Header:
 
 def document_ends(tokens: str) -> Iterator[np.ndarray]:
     """The places after the last tokens of the documents of a Megatron file, whose .bin is `tokens`,
-    ascending, in arrays of int64.
+    ascending, in arrays of int64. A document without tokens is none.
 
     Raises FileError if the sequences are not one after the other, or end elsewhere than the .bin,
     and if the documents are not made of them.
@@ -106,7 +106,7 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
                 f"{path}: sequence {count - 1}, the last one, ends at byte {end:,}, and {tokens} "
                 f"has {size:,}: {MISMATCH}"
             )
-        last = 0
+        last = place = 0  # of the bounds examined so far, the last one and its byte
         for first in range(0, bounds_count, BLOCK):
             bounds = read(pointers_at + 8 * count, "<i8", first, bounds_count)
             is_bad = (bounds < np.append(last, bounds[:-1])) | (bounds > count)
@@ -124,4 +124,6 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
                 begins = read(pointers_at, "<i8", block, count)
                 inside = slice(*np.searchsorted(bounds, [block, block + len(begins)]))
                 places[inside] = begins[bounds[inside] - block]
-            yield places[first == 0 :] // dtype.itemsize
+            is_empty = places == np.append(place, places[:-1])
+            place = int(places[-1])
+            yield places[~is_empty] // dtype.itemsize

@@ -104,9 +104,8 @@ def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memm
                 else np.load(pathlib.Path(path), mmap_mode="r", allow_pickle=False)
             )
         except (ValueError, EOFError, OverflowError, MemoryError, tokenize.TokenError) as error:
-            raise FileError(
-                f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}"
-            ) from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise FileError(f"{file.path}:1: not an .npy file of numbers: {reason}") from error
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise FileError(
                 f"{file.path}:1: holds {ids.dtype} of shape {ids.shape}, and must hold "

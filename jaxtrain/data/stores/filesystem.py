@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 
 from jaxtrain.config import addresses
-from jaxtrain.data.tokenizer import DataError
+from jaxtrain.data import hub
+from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.run import streams, watchdog
-from jaxtrain.run.exit_status import ExitStatus
 
 T = TypeVar("T")
 
@@ -55,6 +55,7 @@ LIBRARIES = (
     "google",
     "asyncio",
     "requests",
+    "httpx2",
 )
 LASTING = (
     "Credential",
@@ -63,21 +64,9 @@ LASTING = (
     "Expired",
 )  # in names of errors that no wait mends
 # What an information of fsspec has that is another for other content, the most certain first.
-VERSIONS = ("ETag", "md5Hash", "generation", "etag", "mtime", "created")
+VERSIONS = ("ETag", "md5Hash", "generation", "etag", "blob_id", "mtime", "created")
 _away: list[float] = []  # when each read that is being tried again failed first
 _lock = threading.Lock()
-
-
-class StoreError(DataError):
-    """A source in a store that cannot be read; the text is one line."""
-
-    status = ExitStatus.BAD_CONFIG
-
-
-class StoreAwayError(StoreError):
-    """A store that may answer when the run is started again."""
-
-    status = ExitStatus.STORAGE
 
 
 def scheme_of(path: str | os.PathLike) -> str:
@@ -105,6 +94,8 @@ def filesystem(address: str) -> Any:
 
 @functools.cache
 def _filesystem(scheme: str) -> Any:
+    if f"{scheme}://" == hub.SCHEME:
+        return hub.filesystem()
     configure(scheme)
     # fsspec's own instances are one for each thread, with connections of its own
     store = fsspec.filesystem(PROTOCOLS[scheme].name, **PROTOCOLS[scheme].options)
@@ -127,6 +118,8 @@ def refusal(address: str, error: Exception) -> StoreError | None:
     does not; None for an error that does not come from a store."""
     if not (why := failure(error)):
         return None
+    if named := hub.repository("data.source", address):
+        return hub.refusal(named, error)
     lasts = isinstance(error, FileNotFoundError | PermissionError)
     lasts = lasts or any(word in type(error).__name__ for word in LASTING)
     return (StoreError if lasts else StoreAwayError)(f"{address} cannot be read ({why})")

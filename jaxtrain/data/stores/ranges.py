@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.sources import File
+from jaxtrain.data.errors import StoreError
 from jaxtrain.data.preparing import cache
 from jaxtrain.data.stores.blocks import BLOCK, BlockCache
 from jaxtrain.data.stores.filesystem import (
-    StoreError,
     filesystem,
     read_range,
     version_of,

@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxtrain.config import ConfigError, ResolvedConfig, UsageError, one_line
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
+from jaxtrain.config.phases import largest_of
 from jaxtrain.config.recipes import DEFAULT_RECIPE, load_recipe
 from jaxtrain.config.rules import checks
 from jaxtrain.devices.mesh import AXES, sizes_of
@@ -52,7 +53,7 @@ from jaxtrain.planner.search.what_if import fitting
 from jaxtrain.planner.step.memory import MemoryBreakdown
 from jaxtrain.planner.step.step_counts import CollectiveCount
 from jaxtrain.planner.step.step_model import step_model_of
-from jaxtrain.run import out_of_memory
+from jaxtrain.run import out_of_memory, streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.schedule.columns import columns
 
@@ -368,7 +369,10 @@ def _requested(reading: Reading) -> tuple[Topology, ResolvedConfig]:
         on_mesh = layout_flag.laid_out(config, values, known)
     else:
         on_mesh = checks.check_devices(config, devices.devices, platform.backend)
-    resolved = on_mesh.resolve()
+    largest, of_phases = largest_of(on_mesh)
+    if of_phases:
+        streams.remark(f"note: {of_phases}")
+    resolved = largest.resolve()
     if (steps := resolved.pipeline.steps_per_program) > 1 and resolved.mesh.stage > 1:
         name, rule = "pipeline.steps_per_program", "has loops whose trips no table says"
         raise ConfigError(name, steps, rule, fixes=[{name: 1}])
