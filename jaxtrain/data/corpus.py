@@ -20,6 +20,7 @@ from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.run import files
 
 CHUNK = 4 << 20  # tokens examined at a time
+NEAR = 1 << 17  # tokens between two ranges that are read ahead as one
 BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
 T = TypeVar("T")
 
@@ -77,7 +78,13 @@ class Corpus:
     def prefetch(self, ranges: Iterable[tuple[int, int]], is_needed: bool = True) -> None:
         """Begins to read ranges of tokens ahead that lie in a store. is_needed: they will be read
         at once."""
-        for (first, last), array in itertools.product(ranges, (self.tokens, self.mask)):
+        merged: list[tuple[int, int]] = []  # held-out documents lie between them
+        for first, last in sorted(ranges):
+            if merged and first - merged[-1][1] < NEAR:
+                first, before = merged.pop()
+                last = max(last, before)
+            merged.append((first, last))
+        for (first, last), array in itertools.product(merged, (self.tokens, self.mask)):
             places: Iterable[tuple[Any, int, int]] = (
                 array.places(first, last) if isinstance(array, Joined) else [(array, first, last)]
             )
