@@ -303,8 +303,7 @@ def find_among(
         passed_over=tuple(file.path for file in matches if file in hidden),
     )
     if not source.files:
-        others = [file for file in files if file not in matches]
-        raise _no_files(source, [ending(file.path) for file in others], 0)
+        raise _no_files(source, [ending(file.path) for file in {*files} - {*matches}], 0)
     return _as_corpus(source)
 
 

@@ -12,10 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxtrain.config.sources import File
-from jaxtrain.data.reading.bad_records import BadRecord, DamagedFile
+from jaxtrain.data.reading.bad_records import BadRecord
 from jaxtrain.data.reading.compressed import plain_file
 from jaxtrain.data.reading.json_text import JsonValue
-from jaxtrain.data.reading.records import Runs, TextPieces, documents_of, not_utf8, parse
+from jaxtrain.data.reading.records import (
+    Runs,
+    TextPieces,
+    documents_of,
+    not_utf8,
+    parse,
+    unreadable,
+)
 
 SEQUENTIAL = "readahead_buffer_size:0,max_parallelism:0"  # one record at a time, in this thread
 JSON_OBJECT = re.compile(rb'\s*\{\s*["}]')
@@ -68,12 +75,8 @@ def _records(name: str, path: pathlib.Path) -> Iterator[bytes]:
             number += 1
         reader.close()
     except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-        reason = (str(error).splitlines() or ["it ends too early"])[0]
-        raise DamagedFile(
-            f"{name}: record {number + 1}",
-            f"not readable as ArrayRecord: {reason}",
-            records=count - number,
-        ) from error
+        where = f"{name}: record {number + 1}"
+        raise unreadable(where, "ArrayRecord", error, count - number) from error
 
 
 def _parse_example(record: bytes, where: str) -> JsonValue:

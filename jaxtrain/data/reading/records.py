@@ -223,11 +223,11 @@ def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -
                         yield from documents_of(entries, "a row", runs, lambda: size)
                         row += len(batch)
                 except errors as error:
-                    yield _unreadable(
+                    yield unreadable(
                         f"{file.path}: rows {row + 1} to {end}", "Parquet", error, end - row
                     )
     except errors as error:
-        raise _unreadable(f"{file.path}: row {end + 1}", "Parquet", error) from error
+        raise unreadable(f"{file.path}: row {end + 1}", "Parquet", error) from error
 
 
 def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
@@ -237,8 +237,11 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
 
     row = 0
     if not is_compressed(file.path) and not _has_arrow_end(file.path):
-        what = "it lacks the mark of its end, as if it were cut short or still written"
-        yield DamagedFile(file.path, what, "get the file again")
+        yield DamagedFile(
+            file.path,
+            "it lacks the mark of its end, as if it were cut short or still written",
+            "get the file again",
+        )
     try:
         with Reader(file.path) as stream:
             has_footer = stream.peek(len(ARROW_FILE)).startswith(ARROW_FILE)
@@ -255,7 +258,7 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
             if not has_footer and stream.read(1):
                 yield DamagedFile(f"{file.path}: row {row + 1}", "bytes follow the stream's end")
     except (pyarrow.ArrowException, *UNREADABLE) as error:
-        raise _unreadable(f"{file.path}: row {row + 1}", "Arrow", error) from error
+        raise unreadable(f"{file.path}: row {row + 1}", "Arrow", error) from error
 
 
 def _has_arrow_end(path: str) -> bool:
@@ -278,7 +281,7 @@ def _rows(batch: Any, path: str, before: int, format: str) -> Iterator[JsonValue
         records = batch.to_pylist()
     except (ValueError, OverflowError) as error:
         if len(batch) == 1:
-            yield _unreadable(f"{path}: row {before + 1}", format, error)
+            yield unreadable(f"{path}: row {before + 1}", format, error)
             return
         for row in range(len(batch)):
             yield from _rows(batch.slice(row, 1), path, before + row, format)
@@ -287,8 +290,8 @@ def _rows(batch: Any, path: str, before: int, format: str) -> Iterator[JsonValue
             yield f"{path}: row {number}", "", record
 
 
-def _unreadable(where: str, format: str, error: Exception, records: int = 1) -> DamagedFile:
-    """The error for content that pyarrow cannot read. Raises an error of the disk."""
+def unreadable(where: str, format: str, error: Exception, records: int = 1) -> DamagedFile:
+    """The error for content that a format's library cannot read. Raises an error of the disk."""
     if isinstance(error, OSError) and error.errno:
         raise error
     reason = (str(error).splitlines() or ["it ends too early"])[0]
