@@ -197,3 +197,17 @@ def test_the_index_of_another_file(config, tmp_path):
     other = write_pair(tmp_path / "b", [[1, 2], [3, 4], [5]])
     os.rename(other.with_suffix(".idx"), path.with_suffix(".idx"))
     assert failure(config(source=path)).startswith(f"{tmp_path}/a.idx: sequence 2 has 1 tokens")
+
+
+@pytest.mark.parametrize("size", [60, 64, 110])
+def test_an_index_that_is_cut_short_while_it_is_read(config, tmp_path, monkeypatch, size):
+    path = write_pair(tmp_path / "a", [[1, 2, 3], [4], [5], [6], [7, 8]])
+    read_header = megatron_index.read_header
+
+    def read_and_cut(stream, index):
+        header = read_header(stream, index)
+        os.truncate(index, size)
+        return header
+
+    monkeypatch.setattr(megatron_index, "read_header", read_and_cut)
+    assert "changed while it was read" in failure(config(source=path), ExitStatus.BAD_DATA)

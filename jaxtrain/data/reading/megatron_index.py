@@ -25,7 +25,6 @@ from jaxtrain.data.reading.compressed import open_input
 MAGIC, HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 BLOCK = 1 << 20  # entries read at a time
-MISMATCH = "one of the two files is damaged or cut short, or the index of another one"
 
 
 def index_path(tokens: str) -> str:
@@ -74,6 +73,8 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
             width = np.dtype(kind).itemsize
             stream.seek(start + first * width)
             content = stream.read(min(BLOCK, most - first) * width)
+            if len(content) < min(BLOCK, most - first) * width:
+                raise FileError(f"{path}: the file was cut short while it was read")
             return np.frombuffer(content, kind).astype(np.int64)
 
         lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * count
@@ -88,9 +89,10 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
             if is_bad.any():
                 i = int(np.argmax(is_bad))
                 raise FileError(
-                    f"{path}: sequence {first + i} has {lengths[i]:,} tokens from "
-                    f"byte {begins[i]:,} on, and the one before ends at byte {expected[i]:,} of "
-                    f"the {size:,} of {tokens}: {MISMATCH}"
+                    f"{path}: sequence {first + i} has {lengths[i]:,} tokens from byte "
+                    f"{begins[i]:,} on, and the one before ends at byte {expected[i]:,} of the "
+                    f"{size:,} of {tokens}: one of the two files is damaged or cut short, or the "
+                    "index of another one"
                 )
             end = int(ends[-1])
         last = place = 0  # of the bounds examined so far, the last one and its byte
