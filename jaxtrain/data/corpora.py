@@ -70,6 +70,11 @@ class Corpora:
         ]
         return {each.source.name: each for each in (*held_out, *self.named_sets)}
 
+    def check_whole(self) -> None:
+        """Raises FileError if a file of a source's corpus was cut short since it was opened."""
+        for corpus in self.corpora:
+            corpus.check_whole()
+
     def describe(self) -> list[str]:
         """Lines of text: the sources, and their weights in the mixture."""
         weights = in_parts([source.weight for source in self.sources])
@@ -97,8 +102,9 @@ def prepare_all(data: Any, vocab_size: int, progress: bool = True) -> Corpora:
         held_out = one.data.validation_fraction > 0
         sets.append(ValidationSet(one, corpus, corpus.validation if held_out else corpus.train))
     corpora = Corpora(sources, of_sources, tuple(sets))
+    identity = lambda tokenizer: tokenizer.describe() | {"path": ""}
     for source, corpus in (*corpora.pairs(), *(one[:2] for one in sets)):
-        if _identity(corpus.tokenizer) != _identity(corpora.tokenizer):
+        if identity(corpus.tokenizer) != identity(corpora.tokenizer):
             raise ConfigError(
                 f"{source.setting}.tokenizer",
                 source.data.tokenizer,
@@ -130,8 +136,3 @@ def errors_of(source: MixtureSource) -> Iterator[None]:
         text = f"{error}".removeprefix("data.source=")
         error.args = (f"{source.setting}{': ' if text == str(error) else '='}{text}",)
         raise
-
-
-def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The description of a tokenizer without its path."""
-    return {key: value for key, value in tokenizer.describe().items() if key != "path"}

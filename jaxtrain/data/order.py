@@ -25,13 +25,14 @@ from jaxtrain.data.row_log import ReadSequence
 from jaxtrain.data.split import Stream, make_stream, mix
 
 WINDOW = 64  # groups
+PADDING = -1  # the number of a sequence without tokens
 
 
 class Draw(NamedTuple):
     """A sequence of a source, at its place in the order.
 
     source: its name; ordinal: the number of the source's sequences that come before it
-    epoch: of the source; number: among `sequences`
+    epoch: of the source; number: among `sequences`, or PADDING
     """
 
     source: str
@@ -40,14 +41,18 @@ class Draw(NamedTuple):
     sequences: Sequences
     number: int
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """The ranges of the corpus with the tokens of the sequence."""
+        return [] if self.number == PADDING else self.sequences.ranges(self.number)
+
     def arrays(self) -> SequenceArrays:
         """The sequence, as in Sequences."""
-        return self.sequences[self.number]
+        is_padding = self.number == PADDING
+        return self.sequences.read([]) if is_padding else self.sequences[self.number]
 
     def record(self) -> ReadSequence:
         """What the row log says of it."""
-        ranges = self.sequences.ranges(self.number)
-        return ReadSequence(self.source, self.ordinal, self.epoch, self.number, ranges)
+        return ReadSequence(self.source, self.ordinal, self.epoch, self.number, self.ranges())
 
 
 class Window(NamedTuple):
@@ -99,11 +104,6 @@ class EpochOrder:
             seed = int(mix(np.array([seed + (number << 32)], np.uint64))[0]) % 2**32
         return Window(int(places[number]), seed, inside, self._firsts[inside], offsets)
 
-    def sequence(self, epoch: int, place: int) -> int:
-        """The sequence at a place of an epoch."""
-        window = self.window(epoch, place)
-        return int(window.sequences([place - window.place])[0])
-
     def unread(self, epoch: int, place: int) -> Stream:
         """The tokens of the sequences from a place of an epoch on, and of none."""
         packing, stream = self.sequences.packing, self.sequences.stream
@@ -153,12 +153,14 @@ class Leg(NamedTuple):
 class Order:
     """The order of a source.
 
-    make: (sequence length, stream) → its sequences; None: those of the entire stream
+    make: (stream, sequence length) → its sequences; stream: all of the source's
     seed: `data.seed`; name: the source's, which has an order of its own
     """
 
-    def __init__(self, make: Callable[[int, Stream | None], Sequences], seed: int, name: str):
-        self._make, self._name = make, name
+    def __init__(
+        self, make: Callable[[Stream, int], Sequences], stream: Stream, seed: int, name: str
+    ):
+        self._make, self._stream, self._name = make, stream, name
         # Grain adds the epoch to its seed of 32 bits. A digest spreads the seeds, so that
         # neighbouring ones do not share epochs.
         text = f"{seed}{name and ' '}{name}"
@@ -176,15 +178,15 @@ class Order:
         if length == self._length:
             return
         self._length, epoch = length, 0
-        whole = EpochOrder(self._make(length, None), self._seed)
+        whole = EpochOrder(self._make(self._stream, length), self._seed)
         if self._legs:
             leg = self._leg(ordinal)
             epoch, place = leg.place(ordinal)
             self._legs = [each for each in self._legs if each.first < ordinal]
             if place or leg.done:
                 unread = leg.order.unread(epoch, place)
-                rest = EpochOrder(self._make(length, unread), self._seed)
-                done = 1 - len(unread) / len(whole.sequences.stream)
+                rest = EpochOrder(self._make(unread, length), self._seed)
+                done = 1 - len(unread) / len(self._stream)
                 if not rest.sequences.packing.repeated:
                     self._legs.append(Leg(ordinal, epoch, done, rest))
                     ordinal += len(rest.sequences)
@@ -195,7 +197,8 @@ class Order:
         """The sequence of an ordinal."""
         leg = self._leg(ordinal)
         epoch, place = leg.place(ordinal)
-        number = leg.order.sequence(epoch, place)
+        window = leg.order.window(epoch, place)
+        (number,) = window.sequences([place - window.place]).tolist()
         return Draw(self._name, ordinal, epoch, leg.order.sequences, number)
 
     def window(self, ordinal: int) -> tuple[list[tuple[int, int]], int]:

@@ -66,7 +66,7 @@ def index(loader, i):
 
 def epoch_of(loader):
     """The number of sequences in an epoch."""
-    return len(loader.content.sequences(loader.content.spans[0]))
+    return len(loader.content.draw(0, 0).sequences)
 
 
 def flat(batch):
@@ -404,24 +404,24 @@ def test_two_processes(config, corpus, tmp_path, start_python):
 def test_validation_is_read_once_in_order(config, corpus, layout):
     sequences = Sequences(corpus, corpus.validation, LENGTH, padded=True)
     with load(corpus, config(), "validation", sharding(**layout)) as loader:
-        assert loader.batches == -(-len(sequences) // BATCH) and len(sequences) % BATCH
+        assert loader.content.batches == -(-len(sequences) // BATCH) and len(sequences) % BATCH
         batches = [flat(batch) for batch in loader.iterate()]
         again = [flat(batch) for batch in loader.iterate()]
-    assert len(batches) == loader.batches
+    assert len(batches) == loader.content.batches
     for step, batch in enumerate(batches):
         same(batch, again[step])
         for i in range(BATCH):
             r = step * BATCH + i
             same(
                 {name: array[i] for name, array in batch.items()},
-                sequences[r] if r < len(sequences) else sequences.empty(),
+                sequences[r] if r < len(sequences) else sequences.read([]),
             )
     counted = sum(batch["weights"].sum() for batch in batches)
     assert (
         counted == corpus.validation.read(np.asarray(corpus.mask), 1, len(corpus.validation)).sum()
     )
     with pytest.raises(IndexError):
-        loader.batch(loader.batches)
+        loader.batch(loader.content.batches)
 
 
 def test_part_of_the_validation_split(config, corpus):
@@ -433,7 +433,7 @@ def test_part_of_the_validation_split(config, corpus):
     found = [index[sequence.tobytes()] for sequence in batches[0]["tokens"]]
     assert found == sorted(set(found)) and found[0] == 0 and found[-1] >= len(sequences) * 3 // 4
     with load(corpus, config(), "validation", sharding(), batches=10**6) as loader:
-        assert loader.batches == -(-len(sequences) // BATCH)
+        assert loader.content.batches == -(-len(sequences) // BATCH)
 
 
 def test_validation_smaller_than_a_sequence(config, write):
@@ -446,7 +446,7 @@ def test_validation_smaller_than_a_sequence(config, write):
     assert batch["weights"].sum() == 4 and batch["weights"][0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     corpus = prepare(config(source=corpus.source, validation_fraction=0.0), 257, progress=False)
     with load(corpus, config(), "validation", sharding()) as loader:
-        assert loader.batches == 0 and list(loader.iterate()) == []
+        assert loader.content.batches == 0 and list(loader.iterate()) == []
 
 
 # ---- errors, threads, the rest
@@ -458,7 +458,7 @@ def test_too_little_text(config, write):
     )
     with load(corpus, config(), "train", sharding()) as loader:  # 8 tokens, and 9 are needed
         few = (
-            "corpus: the train split has 8 tokens, and data.sequence_length=8 takes 9: its "
+            "data.source: its train split has 8 tokens, and data.sequence_length=8 takes 9: its "
             "documents repeat within a sequence"
         )
         assert epoch_of(loader) == 1 and loader.content.remarks() == [few]
@@ -467,7 +467,7 @@ def test_too_little_text(config, write):
             assert flat(batch)["targets"].tolist() == [[*b"bcdefg", 256, 97]] * BATCH
     with load(corpus, config(sequence_length=7), "train", sharding()) as loader:
         few = (
-            "corpus: the train split has 8 tokens, which are 1 sequence of 7, and "
+            "data.source: its train split has 8 tokens, which are 1 sequence of 7, and "
             "data.batch_size=8: they repeat within a batch"
         )
         assert epoch_of(loader) == 1 and loader.content.remarks() == [few]

@@ -27,10 +27,8 @@ def corpus_of(tokens, documents=40, seed=0):
 
 def order_of(corpus, seed=0, name="", fraction=0.1, packing="stream"):
     stream = split(corpus.documents, fraction)[0]
-    make = lambda length, rest: Sequences(
-        corpus, stream if rest is None else rest, length, False, packing=packing
-    )
-    return Order(make, seed, name), stream
+    make = lambda of, length: Sequences(corpus, of, length, False, packing=packing)
+    return Order(make, stream, seed, name), stream
 
 
 @pytest.fixture(params=[(1 << 20, 64), (64, 16), (600, 2)], ids=str)
