@@ -85,15 +85,14 @@ class TrainingBatches:
         span, lines = self.spans[0], []
         for k, (source, corpus) in enumerate(self.corpora.pairs()):
             sequences = self._orders[k].sequences
+            count, length = len(sequences), sequences.length
             few = f"{source.setting}: its train split has {len(corpus.train):,} tokens"
-            length, share = span.sequence_length, span.weights[k] / sum(span.weights)
             if sequences.packing.repeated:
                 lines.append(
                     f"{few}, and data.sequence_length={length} takes {length + 1}: its documents "
                     "repeat within a sequence"
                 )
-            elif len(sequences) < span.batch_size * share:
-                count = len(sequences)
+            elif count < span.batch_size * span.weights[k] / sum(span.weights):
                 lines.append(
                     f"{few}, which are {count} sequence{'s'[: count > 1]} of {length}, and "
                     f"data.batch_size={span.batch_size}: they repeat within a batch"

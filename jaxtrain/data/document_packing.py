@@ -85,7 +85,7 @@ class Sequences:
         packing: str = "stream",
     ):
         self.corpus, self.stream = corpus, stream
-        self._length, self._across = sequence_length, attend_across_documents
+        self.length, self._across = sequence_length, attend_across_documents
         self._tokens, self._documents = view(corpus.tokens), view(corpus.documents)
         self._mask = view(corpus.mask)
         self.packing: StreamPacking | BestFit = (
@@ -109,7 +109,7 @@ class Sequences:
     def read(self, ranges: list[tuple[int, int]]) -> SequenceArrays:
         """The sequence of at most T + 1 tokens, ranges of the corpus; without any, all weights are
         0."""
-        window = np.zeros(self._length + 1, np.int32)
+        window = np.zeros(self.length + 1, np.int32)
         ids = read_ranges(self._tokens, ranges)
         n, size = len(ids), self.corpus.tokenizer.vocab_size
         if n and not 0 <= int(ids.min()) <= int(ids.max()) < size:
@@ -120,7 +120,7 @@ class Sequences:
                 f"{self.corpus.folder}, and it is prepared again"
             )
         window[:n] = ids
-        counts = np.zeros(self._length + 1, np.float32)
+        counts = np.zeros(self.length + 1, np.float32)
         counts[:n] = 1 if self._mask is None else read_ranges(self._mask, ranges)
         starts, begins = self._starts(ranges)
         # Where a part of a document follows on another text, its first token is only read: it is
@@ -130,7 +130,7 @@ class Sequences:
         if not self._across:
             starts[begins] = True
             starts[n : n + 1] = True  # of the padding
-            index = np.arange(self._length + 1, dtype=np.int32)
+            index = np.arange(self.length + 1, dtype=np.int32)
             arrays["weights"] = np.where(starts[1:], np.float32(0), arrays["weights"])
             arrays["segments"] = np.cumsum(starts, dtype=np.int32)[:-1]
             arrays["positions"] = (index - np.maximum.accumulate(np.where(starts, index, 0)))[:-1]
@@ -146,6 +146,6 @@ class Sequences:
         )
         inside = read_ranges(self._documents, [*zip(first, last, strict=True)])
         begins = np.cumsum(highs - lows) - (highs - lows)
-        starts = np.zeros(self._length + 1, bool)
+        starts = np.zeros(self.length + 1, bool)
         starts[inside + np.repeat(begins - lows, last - first)] = True
         return starts, begins

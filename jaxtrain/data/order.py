@@ -170,8 +170,8 @@ class Order:
 
     @property
     def sequences(self) -> Sequences:
-        """Those of the entire stream, with the last length."""
-        return self._legs[-1].order.sequences
+        """Those of the entire stream, with the first length."""
+        return self._legs[0].order.sequences
 
     def cut(self, ordinal: int, length: int) -> None:
         """From an ordinal on, sequences have this length. Ordinals ascend from call to call."""
@@ -179,12 +179,12 @@ class Order:
             return
         self._length, epoch = length, 0
         whole = EpochOrder(self._make(self._stream, length), self._seed)
+        # Of later legs nothing was read.
+        self._legs = [leg for leg in self._legs if leg.first < ordinal]
         if self._legs:
-            leg = self._leg(ordinal)
-            epoch, place = leg.place(ordinal)
-            self._legs = [each for each in self._legs if each.first < ordinal]
-            if place or leg.done:
-                unread = leg.order.unread(epoch, place)
+            epoch, place = self._legs[-1].place(ordinal)
+            if place:
+                unread = self._legs[-1].order.unread(epoch, place)
                 rest = EpochOrder(self._make(unread, length), self._seed)
                 done = 1 - len(unread) / len(self._stream)
                 if not rest.sequences.packing.repeated:

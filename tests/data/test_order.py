@@ -107,6 +107,23 @@ def test_changes_of_length_repeat_and_pass_over_no_token(sizes, seed, packing, t
             assert len(every) - len(tokens) < (64 if packing == "stream" else 1), epoch
 
 
+def test_a_length_with_which_nothing_was_read_leaves_the_rest_of_an_epoch():
+    """The rest is too short for the length between."""
+    made, stream = order_of(corpus_of(200), fraction=0.0)
+    made.cut(0, 16)
+    last = len(made.sequences) - 1
+    (rest,) = made.at(last).ranges()
+    made.cut(last, 64)
+    assert made.at(last).epoch == 1
+    made.cut(last, 4)
+    count = made.count_of(1) - last
+    assert count >= 4 and [made.at(last + count + i).epoch for i in (-1, 0)] == [0, 1]
+    first, *_ = sorted(each for i in range(count) for each in made.at(last + i).ranges())
+    assert first[0] == rest[0]
+    made.cut(last + count, 8)  # exactly at the end of the rest
+    assert made.at(last + count).epoch == 1 and len(stream) == 200
+
+
 def test_counts_of_epochs():
     made, stream = order_of(corpus_of(5000))
     made.cut(0, 16)
