@@ -95,11 +95,11 @@ def prepare(config: Config, flags: types.SimpleNamespace) -> None:
             continue
         lines = write_report(shard.corpus, config.data.sequence_length)
         if k < len(sources):
-            read = sum(
+            tokens_read = sum(
                 (span.tokens_before(span.end) - span.tokens) * span.weights[k] / sum(span.weights)
                 for span in spans(config)
             )
-            epochs = read / max(len(shard.corpus.train), 1)
+            epochs = tokens_read / max(len(shard.corpus.train), 1)
             weight = f"{one.name}, weight {one.weight:g}: " if one.name else ""
             lines.append(f"  {weight}{config.train.steps:,} steps read it {epochs:.3g} times")
         print("\n".join(lines), flush=True)

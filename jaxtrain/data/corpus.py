@@ -67,7 +67,7 @@ class Corpus:
             f"{self.source}, {len(self.validation):,} tokens held out"
         )
 
-    @property
+    @functools.cached_property
     def in_store(self) -> bool:
         """True if tokens are read from a store."""
         return in_store(self.tokens)
