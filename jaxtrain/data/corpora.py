@@ -69,11 +69,6 @@ class Corpora:
         ]
         return {each.source.name: each for each in (*held_out, *self.named_sets)}
 
-    def check_whole(self) -> None:
-        """Raises FileError if a file of a source's corpus was cut short since it was opened."""
-        for corpus in self.corpora:
-            corpus.check_whole()
-
     def describe(self) -> list[str]:
         """Lines of text: the sources, and their weights in the mixture."""
         weights = in_parts([source.weight for source in self.sources])
@@ -130,8 +125,7 @@ def errors_of(source: MixtureSource) -> Iterator[None]:
         nearest = error.nearest.replace("config.data.source=", f"config.{source.setting}=")
         raise ConfigError(field, error.value, error.rule, nearest) from error
     except DataError as error:
-        if not source.name or f"{error}".startswith(source.setting):
-            raise
-        text = f"{error}".removeprefix("data.source=")
-        error.args = (f"{source.setting}{': ' if text == str(error) else '='}{text}",)
+        if source.name and not f"{error}".startswith(source.setting):
+            text = f"{error}".removeprefix("data.source=")
+            error.args = (f"{source.setting}{': ' if text == str(error) else '='}{text}",)
         raise

@@ -105,7 +105,8 @@ class Loader(Generic[Content]):
     def read(self, number: int) -> tuple[dict[int, Draw], Batch]:
         """Reads the batch with a number. Returns two things: the sequence at each place of the
         batch that this process has read, and the batch."""
-        self.content.corpora.check_whole()
+        for corpus in self.content.corpora.corpora:
+            corpus.check_whole()
         span = span_at(self.content.spans, number)
         places, at = self._places(self.shape(span))
         draws = {place: self.content.draw(number, place) for place in places}
