@@ -24,7 +24,7 @@ from jaxtrain.data.corpora import Corpora, ValidationSet
 from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.document_packing import Sequences
 from jaxtrain.data.mixture import Segment, in_parts
-from jaxtrain.data.order import PADDING, WINDOW, Draw, Order
+from jaxtrain.data.order import WINDOW, Draw, Order
 from jaxtrain.data.tokenizer import DataError
 
 SHOWN = 8  # sequences of a batch that a line names
@@ -231,8 +231,9 @@ class HeldOutBatches:
             raise IndexError(f"batch {batch} of {self.batches} of validation set {self._name}")
         (span,), count = self.spans, len(self._sequences)
         i, evaluated = span.rows_before(batch) + place, self.batches * span.batch_size
-        number = i * count // min(evaluated, count) if i < count else PADDING
-        return Draw(self._name, i, 0, self._sequences, number)
+        number = i * count // min(evaluated, count)
+        ranges = self._sequences.ranges(number) if number < count else []
+        return Draw(self._name, i, 0, number, ranges, self._sequences)
 
     def remarks(self) -> list[str]:
         """A line of text about a set without tokens."""

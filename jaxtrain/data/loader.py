@@ -111,7 +111,7 @@ class Loader(Generic[Content]):
         places, at = self._places(self.shape(span))
         draws = {place: self.content.draw(number, place) for place in places}
         for draw in draws.values():
-            draw.sequences.corpus.prefetch(draw.ranges())
+            draw.sequences.corpus.prefetch(draw.ranges)
         if isinstance(self.content, TrainingBatches):
             self.content.read_ahead(draws.values())
         sequences = [draw.arrays() for draw in draws.values()]

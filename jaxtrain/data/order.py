@@ -25,34 +25,30 @@ from jaxtrain.data.row_log import ReadSequence
 from jaxtrain.data.split import Stream, make_stream, mix
 
 WINDOW = 64  # groups
-PADDING = -1  # the number of a sequence without tokens
 
 
 class Draw(NamedTuple):
     """A sequence of a source, at its place in the order.
 
     source: its name; ordinal: the number of the source's sequences that come before it
-    epoch: of the source; number: among `sequences`, or PADDING
+    epoch: of the source; number: among `sequences`
+    ranges: those of the corpus with its tokens; of padding there are none
     """
 
     source: str
     ordinal: int
     epoch: int
-    sequences: Sequences
     number: int
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """The ranges of the corpus with the tokens of the sequence."""
-        return [] if self.number == PADDING else self.sequences.ranges(self.number)
+    ranges: list[tuple[int, int]]
+    sequences: Sequences
 
     def arrays(self) -> SequenceArrays:
         """The sequence, as in Sequences."""
-        is_padding = self.number == PADDING
-        return self.sequences.read([]) if is_padding else self.sequences[self.number]
+        return self.sequences.read(self.ranges)
 
     def record(self) -> ReadSequence:
         """What the row log says of it."""
-        return ReadSequence(self.source, self.ordinal, self.epoch, self.number, self.ranges())
+        return ReadSequence(*self[:5])
 
 
 class Window(NamedTuple):
@@ -197,9 +193,9 @@ class Order:
         """The sequence of an ordinal."""
         leg = self._leg(ordinal)
         epoch, place = leg.place(ordinal)
-        window = leg.order.window(epoch, place)
+        window, sequences = leg.order.window(epoch, place), leg.order.sequences
         (number,) = window.sequences([place - window.place]).tolist()
-        return Draw(self._name, ordinal, epoch, leg.order.sequences, number)
+        return Draw(self._name, ordinal, epoch, number, sequences.ranges(number), sequences)
 
     def window(self, ordinal: int) -> tuple[list[tuple[int, int]], int]:
         """The ranges of the corpus with the tokens of the window in which an ordinal is, ascending,
@@ -215,11 +211,13 @@ class Order:
     def count_of(self, epochs: float) -> int:
         """The number of ordinals in a number of epochs."""
         begun = [leg for leg in self._legs if leg.epoch + leg.done <= epochs] or self._legs[:1]
-        leg = begun[-1]
+        leg, later = begun[-1], self._legs[len(begun) :]
         epoch, part = divmod(epochs - leg.epoch, 1)
         count = len(leg.order.sequences)
         inside = max(0.0, part - leg.done) / (1 - leg.done)
-        return leg.first + int(epoch) * count + int(inside * count)
+        ordinals = leg.first + int(epoch) * count + int(inside * count)
+        # The rest of an epoch is left out where it is too short for the next leg's sequences.
+        return min([ordinals, *(each.first for each in later[:1])])
 
     def _leg(self, ordinal: int) -> Leg:
         return next(leg for leg in reversed(self._legs) if leg.first <= ordinal)

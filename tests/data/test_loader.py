@@ -159,13 +159,13 @@ def test_sharded_over_microbatches_too(config, corpus):
 def test_threads_change_nothing(config, corpus, prefetch, monkeypatch):
     with load(corpus, config(), "train", sharding()) as reference:
         expected = [flat(reference.batch(step)) for step in range(12)]
-    read = Sequences.__getitem__
+    read = Sequences.ranges
 
     def uneven(sequences, r):
         time.sleep(0.003 * (r % 3))
         return read(sequences, r)
 
-    monkeypatch.setattr(Sequences, "__getitem__", uneven)
+    monkeypatch.setattr(Sequences, "ranges", uneven)
     with load(corpus, config(prefetch=prefetch), "train", sharding(data=2)) as loader:
         for batch, sequences in zip(loader.iterate(0, 12), expected, strict=True):
             same(flat(batch), sequences)
@@ -228,9 +228,9 @@ def test_golden_order(config, write):
 
 
 def test_each_sequence_is_read_once(config, corpus, monkeypatch):
-    read, seen = Sequences.__getitem__, []
+    read, seen = Sequences.ranges, []
     monkeypatch.setattr(
-        Sequences, "__getitem__", lambda sequences, r: seen.append(r) or read(sequences, r)
+        Sequences, "ranges", lambda sequences, r: seen.append(r) or read(sequences, r)
     )
     with load(
         corpus,
@@ -251,13 +251,13 @@ def test_only_the_sequences_of_this_process(config, corpus, monkeypatch):
         for device, index in whole.addressable_devices_indices_map((2, 4, LENGTH)).items()
         if device.id >= 4
     }
-    read, seen = Sequences.__getitem__, []
+    read, seen = Sequences.ranges, []
     with load(corpus, config(), "train", whole, 2) as loader:
         everything = [r for i in range(BATCH) for r in [index(loader, i)]]
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", lambda *_: mine)
     with load(corpus, config(), "train", whole, 2) as loader:
         monkeypatch.setattr(
-            Sequences, "__getitem__", lambda sequences, r: seen.append(r) or read(sequences, r)
+            Sequences, "ranges", lambda sequences, r: seen.append(r) or read(sequences, r)
         )
         monkeypatch.setattr(
             jax,
@@ -355,8 +355,8 @@ data = types.SimpleNamespace(
     duplicates="keep",
 )
 corpus = tokens.prepare(data, 257, progress=False)
-read, seen = document_packing.Sequences.__getitem__, []
-document_packing.Sequences.__getitem__ = lambda sequences, r: seen.append(r) or read(sequences, r)
+read, seen = document_packing.Sequences.ranges, []
+document_packing.Sequences.ranges = lambda sequences, r: seen.append(r) or read(sequences, r)
 mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
 corpora = Corpora((MixtureSource("", data),), (corpus,))
@@ -550,7 +550,7 @@ def threads():
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_errors_surface_at_their_batch(config, corpus, monkeypatch, prefetch):
-    read, count = Sequences.__getitem__, []
+    read, count = Sequences.ranges, []
 
     def failing(sequences, r):
         count.append(r)
@@ -560,7 +560,7 @@ def test_errors_surface_at_their_batch(config, corpus, monkeypatch, prefetch):
 
     with load(corpus, config(prefetch=prefetch), "train", sharding()) as loader:
         bad = index(loader, 2 * BATCH + 3)
-        monkeypatch.setattr(document_packing.Sequences, "__getitem__", failing)
+        monkeypatch.setattr(document_packing.Sequences, "ranges", failing)
         batches = loader.iterate(0)
         next(batches), next(batches)
         with pytest.raises(OSError, match="the disk is gone"):

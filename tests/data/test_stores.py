@@ -227,7 +227,7 @@ def test_windows_are_read_ahead(store, tmp_path, monkeypatch):
     for batch in range(55):  # nearly an epoch
         draws = [far.draw(batch, place) for place in range(16)]
         for draw in draws:
-            draw.sequences.corpus.prefetch(draw.ranges())
+            draw.sequences.corpus.prefetch(draw.ranges)
         far.read_ahead(draws)
         for place, draw in enumerate(draws):
             expected = near.draw(batch, place).arrays()
