@@ -148,7 +148,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, corpora.checksums, executor)
             validates = config.train.eval_every or evaluates_first(config, candidates.expected)
-            has_sets = any(loader.batches for loader in held_out.values())
+            has_sets = any(loader.content.batches for loader in held_out.values())
             others = [evaluation.start_compiling()] if validates and has_sets else []
             cluster.log(*introduction(*programs.first), *corpora.describe())
             when_compiled(step, clock, compiling, others)

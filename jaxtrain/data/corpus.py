@@ -70,7 +70,7 @@ class Corpus:
             f"{self.source}, {len(self.validation):,} tokens held out"
         )
 
-    @property
+    @functools.cached_property
     def in_store(self) -> bool:
         """True if tokens are read from a store."""
         return any(isinstance(part, StoreArray) for part in parts_of(self.tokens))

@@ -229,7 +229,9 @@ def test_windows_are_read_ahead(store, tmp_path, monkeypatch):
     store.asked.clear()
     for batch in range(55):  # nearly an epoch
         draws = [far.draw(batch, place) for place in range(16)]
-        far.prefetch(draws)
+        for draw in draws:
+            draw.sequences.corpus.prefetch(draw.ranges)
+        far.read_ahead(draws)
         for place, draw in enumerate(draws):
             expected = near.draw(batch, place).arrays()
             assert all(np.array_equal(draw.arrays()[name], expected[name]) for name in expected)
