@@ -25,13 +25,9 @@ from jaxtrain.config import (
     value_text,
     with_values,
 )
-from jaxtrain.config.groups.layer_kinds import (
-    kinds_of_layers,
-    models_of_kinds,
-    of_kind,
-    parse_entry,
-)
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers, models_of_kinds, of_kind
 from jaxtrain.config.groups.mixture_settings import is_evaluated, mixture_of
+from jaxtrain.config.groups.setting import parse_item
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import READS, record_of
@@ -447,7 +443,7 @@ def _kinds_without_use(config: MeshedConfig) -> Iterator[str]:
     model = config.model
     kinds = kinds_of_layers(model)
     for entry in model.kinds:
-        kind, setting, *_ = parse_entry(entry) or ("", "")
+        kind, setting, *_ = parse_item(entry) or ("", "")
         if kind not in kinds:
             yield f"model.kinds={entry} has no use: no layer is of kind {kind}"
             continue
