@@ -21,7 +21,6 @@ from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import STEPS, Phase, WallClock, start_line, start_record
-from jaxtrain.training.evaluation import ValidationLosses
 from jaxtrain.training.one_step import StepMetrics, combine_replicas
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
@@ -147,13 +146,13 @@ class Reporter:
         steps, self._pending = self._pending, ()
         return self._report_all(steps, together=True, stopping=stopping)
 
-    def validation(self, at: int, losses: ValidationLosses) -> None:
-        """Logs and shows validation losses in nats a token, if there are any."""
-        if losses.mean is not None:
-            of_sets = {f"{VALIDATION_LOSS}/{name}": loss for name, loss in losses.by_set.items()}
-            self.log.write(at, **{VALIDATION_LOSS: losses.mean}, **of_sets)
-            sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.by_set.items())
-            line = METRICS[VALIDATION_LOSS].line(losses.mean)
+    def validation(self, at: int, losses: Mapping[str, float]) -> None:
+        """Logs and shows validation losses, as of Evaluation.losses, if there are any."""
+        if losses:
+            named = {f"{VALIDATION_LOSS}/{name}".strip("/"): loss for name, loss in losses.items()}
+            self.log.write(at, **named)
+            sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name)
+            line = METRICS[VALIDATION_LOSS].line(losses[""])
             self.progress.log(f"step {at}: {line}{sets and f' ({sets})'}")
 
     def saves(self, figures: Mapping[int, Mapping[str, float]]) -> None:
