@@ -50,19 +50,17 @@ class SpanPrograms:
         """The programs of a span, for which it waits, as all processes must. Those of the next span
         begin to be compiled. Raises JaxRuntimeError in all processes if one cannot compile
         them."""
-        # That of the span before, or of `start`: what does not depend on a batch's shape is shared.
-        like = next(iter(self._programs.values())).result()
         if span.shape not in self._programs:
-            self._compile(span, like)
+            # What does not depend on a batch's shape is that of `start`, or of the span before.
+            self._compile(span, next(iter(self._programs.values())).result())
         if not self._programs[span.shape].done():
             cluster.log(f"waiting for the program of {span.describe()}")
         programs = cluster.in_all(self._programs[span.shape].result, jax.errors.JaxRuntimeError)
-        following = [each for each in self.spans if each.begin >= span.end][:1]
-        needed = [each.shape for each in (span, *following) if each.shape in self._programs]
-        self._programs = {shape: self._programs[shape] for shape in needed}
-        for each in following:
-            if each.shape not in self._programs:
-                self._compile(each, programs)
+        following = next((each for each in self.spans if each.begin >= span.end), span)
+        for shape in self._programs.keys() - {span.shape, following.shape}:
+            del self._programs[shape]
+        if following.shape not in self._programs:
+            self._compile(following, programs)
         return programs
 
     def _compile(self, span: Span, like: Programs) -> None:

@@ -1,7 +1,6 @@
 """An update whose state is streamed from disk: the training of a run without, number by number, on
 several meshes; and checkpoints that do not know of it."""
 
-
 import jax
 import numpy as np
 import pytest

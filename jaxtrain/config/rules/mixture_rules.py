@@ -2,7 +2,6 @@
 names that these have, and the rules of a corpus for each of theirs. Standard library only."""
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,19 +30,19 @@ _IN_MIXTURE: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def items_are_known(data: DataConfig) -> Iterator[Violation]:
     """The items have settings that there are, each name has a path, and no two sets one name."""
-    for path, items in ((SOURCES, data.sources), (SETS, data.validation)):
+    sources, sets = mixture_of(data), validation_sets(data)
+    for path, items, corpora in ((SOURCES, data.sources, sources), (SETS, data.validation, sets)):
         yield from item_violations(path, items, functools.partial(_fault, path=path))
-        with_path = {item.partition("=")[0] for item in items}
-        for name in dict.fromkeys(re.split("[.=]", item)[0] for item in items):
-            if name not in with_path:
-                fixes = [{path: without_entries(items, name)}]
-                yield Violation(path, f"has no path of {name}, {name}=PATH", fixes)
-            if path == SETS and any(source.name == name for source in mixture_of(data)):
+        for corpus in filter(lambda each: each.name, corpora):
+            name, without = corpus.name, [{path: without_entries(items, corpus.name)}]
+            if not corpus.data.source:
+                yield Violation(path, f"has no path of {name}, {name}=PATH", without)
+            if path == SETS and name in (source.name for source in sources):
                 rule = f"has {name}, the name of a source, and of the part that it holds out"
-                yield Violation(path, rule, [{path: without_entries(items, name)}])
-    if (count := len(mixture_of(data))) > PARTS:
-        yield Violation(SOURCES, f"has {count:,} sources, more than {PARTS:,}")
-    if not any(source.weight for source in mixture_of(data)):
+                yield Violation(path, rule, without)
+    if len(sources) > PARTS:
+        yield Violation(SOURCES, f"has {len(sources):,} sources, more than {PARTS:,}")
+    if not any(source.weight for source in sources):
         yield Violation(SOURCES, "has no source with a weight above 0", [{SOURCES: ()}])
 
 

@@ -33,7 +33,7 @@ from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RAT
 from jaxtrain.config.optimizers import READS, record_of
 from jaxtrain.config.rules import mixture_rules, phase_rules
 from jaxtrain.config.rules.mesh_rules import AXES
-from jaxtrain.config.rules.model_rules import OF_EXPERTS
+from jaxtrain.config.rules.model_rules import OF_EXPERTS, OF_SCALINGS
 from jaxtrain.config.saved_values import MLP_OUT, ON_HOST, names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.schedule.files.order_csv import is_order_file
@@ -62,20 +62,6 @@ def _coincide(steps: int, *intervals: int) -> bool:
     """True if a step before the last is a multiple of all of these intervals, none of them 0."""
     return 0 < math.lcm(*intervals) < steps
 
-
-# Settings of rotary scalings → the scalings that read them.
-OF_SCALINGS = {
-    "rope_factor": ("linear", "llama3", "yarn"),
-    "rope_original_length": ("llama3", "yarn"),
-    "rope_low_freq_factor": ("llama3",),
-    "rope_high_freq_factor": ("llama3",),
-    "rope_beta_fast": ("yarn",),
-    "rope_beta_slow": ("yarn",),
-    "rope_truncate": ("yarn",),
-    "rope_attention_factor": ("yarn",),
-    "rope_mscale": ("yarn",),
-    "rope_mscale_all_dim": ("yarn",),
-}
 
 USES = (
     Use(
