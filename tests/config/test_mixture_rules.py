@@ -68,6 +68,12 @@ def test_settings_of_the_mixture(item, rule):
     assert f"has '{item}', whose setting is none of tokenizer" in text
 
 
+@pytest.mark.parametrize("weight", ["many", "nan", "0"])
+def test_weights_are_checked_before_those_of_phases(weight):
+    settings = {"data.sources": (WEB, f"web.weight={weight}"), "train.phases": ("a.step=9",)}
+    assert error_of(settings)[1].field == "data.sources"
+
+
 def test_a_set_may_not_have_the_name_of_a_source():
     both = {"data.validation": (WEB, "books=stdlib"), "data.sources": (WEB,)}
     _, error = error_of(both)
