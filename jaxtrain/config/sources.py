@@ -12,6 +12,7 @@ files, folders, patterns and `stdlib`, and the files that each of them names.
     pattern   those of a folder's files that match, such as `crawl/**/*.jsonl.gz`; `**` stands for
               any number of folders. A folder that matches stands for all files below it. A path
               that exists is no pattern
+    address   one of these in a store or in the Hugging Face hub (data/stores/listing.py)
     stdlib    the sources of the Python standard library: its *.py files without tests
 
 A new format is a record of FORMATS, and the reader that it names. Files are listed here, not read.
@@ -97,7 +98,8 @@ HELP = (
     "corpus: a folder (of datasets' save_to_disk, too), a pattern such as 'crawl/**/*.jsonl.gz', "
     "or a file of "
     + ", ".join(format.title for format in FORMATS.values() if format.title)
-    + f", which may be compressed; {STDLIB}: Python's own sources"
+    + ", which may be compressed; one of these at s3://BUCKET/PATH, gs://BUCKET/PATH or "
+    + f"hf://datasets/org/name[@revision]/PATH; {STDLIB}: Python's own sources"
 )
 
 

@@ -18,6 +18,7 @@ from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.run import files
 
 CHUNK = 4 << 20  # tokens examined at a time
+NEAR = 1 << 17  # tokens between two ranges that are read ahead as one
 BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
 T = TypeVar("T")
 
@@ -75,7 +76,13 @@ class Corpus:
     def prefetch(self, ranges: Iterable[tuple[int, int]], is_needed: bool = True) -> None:
         """Begins to read ranges of tokens ahead that lie in a store. is_needed: they will be read
         at once."""
-        for first, last in ranges:
+        merged: list[tuple[int, int]] = []  # held-out documents lie between them
+        for first, last in sorted(ranges):
+            if merged and first - merged[-1][1] < NEAR:
+                first, before = merged.pop()
+                last = max(last, before)
+            merged.append((first, last))
+        for first, last in merged:
             prefetch(self.tokens, first, last, is_needed)
             prefetch(self.mask, first, last, is_needed)
 

@@ -21,7 +21,7 @@ from support.token_files import write_pair
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError, addresses
 from jaxtrain.config.phases import spans
-from jaxtrain.data import document_packing, order
+from jaxtrain.data import corpus as corpus_module, document_packing, order
 from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.data.corpora import prepare_all
 from jaxtrain.data.errors import StoreAwayError, StoreError
@@ -201,6 +201,7 @@ def test_windows_are_read_ahead(store, tmp_path, monkeypatch):
         (blocks, "BLOCK", 128),
         (document_packing, "GROUP", 256),
         (order, "WINDOW", 4),
+        (corpus_module, "NEAR", 16),
     ):
         monkeypatch.setattr(module, name, value)
     ids = np.random.default_rng(0).integers(0, 250, 30_000).astype("<u2")

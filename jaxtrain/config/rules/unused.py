@@ -17,6 +17,7 @@ from jaxtrain.config import (
     ModelConfig,
     ParallelConfig,
     PipelineConfig,
+    addresses,
     ends_with_layers,
     fields,
     get,
@@ -267,6 +268,13 @@ USES = (
         lambda c: "with the kinds of model.pattern, none of which has a window",
     ),
     Use(["data.source"], lambda c: not c.data.sources, lambda c: "with data.sources"),
+    Use(
+        ["data.store_cache_gb"],
+        lambda c: any(
+            map(addresses.is_address, (c.data.source, *c.data.sources, *c.data.validation))
+        ),
+        lambda c: "with sources that lie in no store",
+    ),
     *(
         Use(
             settings,

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import math
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -49,7 +48,7 @@ class StoreFile:
         self.file, self._cache = file, cache
         digest = hashlib.sha256(json.dumps(file).encode()).digest()
         self._id = int.from_bytes(digest[:8], "little") | 1  # 0 is no file
-        self._lock, self._checked = threading.Lock(), time.monotonic()
+        self._checked = time.monotonic()
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end), which must be in the file."""
@@ -75,8 +74,9 @@ class StoreFile:
         blocks = [block for block in _blocks(begin, end) if not self._cache.has(self._id, block)]
         if is_needed and blocks:
             self._request(blocks)
-        elif blocks:
-            _ahead.add(future := AHEAD.submit(self._read_ahead, blocks))
+            return
+        for at in range(0, len(blocks), TOGETHER):
+            _ahead.add(future := AHEAD.submit(self._read_ahead, blocks[at : at + TOGETHER]))
             future.add_done_callback(_ahead.discard)
 
     def _read_ahead(self, blocks: Sequence[int]) -> None:
@@ -117,7 +117,8 @@ class StoreFile:
             return
         address, store = self.file.path, filesystem(self.file.path)
         info = waited_out(address, lambda: store.info(address))
-        if (info["size"], version_of(info)) != (self.file.size, self.file.modified):
+        is_same = (info["size"], version_of(info)) == (self.file.size, self.file.modified)
+        if not (is_same and is_complete):
             raise StoreError(
                 f"{address} has changed since this run began: put it back as it was, and start "
                 "again"
