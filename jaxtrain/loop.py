@@ -344,7 +344,7 @@ class Trainer:
         for line in (f"from step {self.at + 1} on: {span.describe()}", *memory):
             self.progress.log(line)
         peak = plan.work.tokens_at_peak() if plan else None
-        self.reporter.speedometer.enter(span.batch_tokens, peak, self.at)
+        self.reporter.speedometer = Speedometer(span.batch_tokens, peak, self.at, self.clock)
         self.progress.restart(self.at)
         self.watchdog.expect_longer()
 

@@ -60,7 +60,7 @@ class Speedometer:
     Args:
       tokens_per_step: of all devices together.
       tokens_at_peak: tokens a second at which MFU is 1; None if the devices' peak is unknown.
-      start: the step that the run starts from.
+      start: the step from which batches have these tokens.
       clock: of the command.
     """
 
@@ -79,11 +79,6 @@ class Speedometer:
         """The mean over the steps since the last call."""
         return self._speed(self._timer.since_asked())
 
-    def enter(self, tokens_per_step: int, tokens_at_peak: float | None, step: int) -> None:
-        """Goes on with other batches after a step."""
-        self._tokens_per_step, self._tokens_at_peak = tokens_per_step, tokens_at_peak
-        self.restart(step)
-
     def _speed(self, seconds: float) -> dict[str, float | None]:
         tokens_per_s = self._tokens_per_step / seconds
         mfu = tokens_per_s / self._tokens_at_peak if self._tokens_at_peak else None
@@ -100,7 +95,8 @@ class Reporter:
     combine_metrics: as in Step.
     detector: checks every step's numbers; raises NumbersError, or sets the fault for which the run
         goes back.
-    speedometer, progress, log: get every step, the log those that are due.
+    speedometer, progress, log: get every step, the log those that are due. Batches of other tokens
+        have a speedometer of their own.
     goodput: of the run; the first reported step ends the start, whose seconds are shown and logged.
     stragglers: of process 0.
     speculation: is told of every step, where a program has several.
