@@ -150,9 +150,9 @@ def filesystem() -> Any:
     """fsspec's file system of the hub's addresses."""
 
     class HubFiles(_library().HfFileSystem):  # type: ignore[misc]
-        def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any):
-            # without a block's size it would read far ahead, and with 0 it could not seek
-            return super()._open(path, mode, block_size or 1, **options)
+        def cat_file(self, path: str, start: int, end: int) -> bytes:
+            # one request: it would ask for a file's size first, and read far ahead
+            return super().cat_file(path, start, end, block_size=1, size=end)
 
     return HubFiles()
 

@@ -27,7 +27,6 @@ from jaxtrain.data.corpora import prepare_all
 from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.stores import blocks, filesystem, listing, ranges
-from jaxtrain.data.stores.filesystem import Protocol
 from jaxtrain.data.stores.ranges import stop_reading_ahead
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import watchdog
@@ -40,7 +39,7 @@ TEXTS = [f"document {n}: {'word ' * (n % 40)}" for n in range(300)]
 def store(monkeypatch):
     """A store in this process's memory. Its requests are counted, and fail while `problem` is
     set."""
-    monkeypatch.setitem(filesystem.PROTOCOLS, "memory", Protocol("memory"))
+    monkeypatch.setitem(filesystem.PROTOCOLS, "memory", "memory")
     monkeypatch.setitem(addresses.PACKAGES, "memory", "fsspec")
     monkeypatch.setattr(filesystem, "WAITS_S", (0.01,))
     memory = filesystem.filesystem(STORE)

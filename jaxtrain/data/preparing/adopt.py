@@ -2,7 +2,6 @@
 tokens and mask are read where they lie."""
 
 import hashlib
-import io
 import json
 import os
 import pathlib
@@ -69,5 +68,5 @@ def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tok
 
 def _content(file: File) -> bytes:
     """The bytes of a file."""
-    with io.BufferedReader(open_input(file.path)) as stream:  # type: ignore[type-var]
+    with open_input(file.path) as stream:
         return stream.read()

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 
@@ -27,18 +27,10 @@ from jaxtrain.run import streams, watchdog
 T = TypeVar("T")
 
 
-class Protocol(NamedTuple):
-    """A kind of stores. name: fsspec's; options: of its file systems that read sources, beside
-    those of `configure`."""
-
-    name: str
-    options: dict[str, Any] = {}
-
-
+PROTOCOLS = {"s3": "s3", "gs": "gcs"}  # as fsspec calls them
 # Few attempts in the library, which does not tell of them: waited_out tries again, and the
 # watchdog knows.
-_READING = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 1}}
-PROTOCOLS = {"s3": Protocol("s3", {"config_kwargs": _READING}), "gs": Protocol("gcs")}
+READING = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 1}}
 WAITS_S = (1.0, 2.0, 4.0, 8.0)  # between the attempts of a read; the last one stands for all others
 PATIENCE_S = 3600.0  # seconds of failures, after which the run ends
 TIMEOUTS = {
@@ -81,7 +73,7 @@ def configure(scheme: str) -> None:
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
         options["config_kwargs"] = TIMEOUTS
-    fsspec.config.conf.setdefault(PROTOCOLS[scheme].name, {}).update(options)
+    fsspec.config.conf.setdefault(PROTOCOLS[scheme], {}).update(options)
     # gcsfs logs what it raises, too, with a traceback
     logging.getLogger(addresses.PACKAGES[scheme]).setLevel(logging.CRITICAL)
 
@@ -98,7 +90,8 @@ def _filesystem(scheme: str) -> Any:
         return hub.filesystem()
     configure(scheme)
     # fsspec's own instances are one for each thread, with connections of its own
-    store = fsspec.filesystem(PROTOCOLS[scheme].name, **PROTOCOLS[scheme].options)
+    options = {"config_kwargs": READING} if scheme == "s3" else {}
+    store = fsspec.filesystem(PROTOCOLS[scheme], **options)
     store.retries = 1  # of s3fs and gcsfs
     return store
 

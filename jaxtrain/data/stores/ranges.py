@@ -4,7 +4,6 @@ stream that reads ahead."""
 import concurrent.futures
 import functools
 import hashlib
-import io
 import json
 import math
 import time
@@ -13,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from fsspec.spec import AbstractBufferedFile
 
 from jaxtrain.config.sources import File
 from jaxtrain.data.errors import StoreError
@@ -72,7 +72,7 @@ class StoreFile:
         """Requests the blocks of a range that are missing, and does not wait for them. is_needed:
         they will be read at once; of others a failure is left to `read`."""
         blocks = [block for block in _blocks(begin, end) if not self._cache.has(self._id, block)]
-        if is_needed and blocks:
+        if is_needed:
             self._request(blocks)
             return
         for at in range(0, len(blocks), TOGETHER):
@@ -183,7 +183,7 @@ def block_cache(data: Any) -> BlockCache:
 _block_cache = functools.cache(BlockCache)
 
 
-class StoreStream(io.RawIOBase):
+class StoreStream(AbstractBufferedFile):  # type: ignore[misc]
     """The bytes of a file of a store, from any place on. Waits an outage out.
 
     Args:
@@ -191,25 +191,12 @@ class StoreStream(io.RawIOBase):
     """
 
     def __init__(self, address: str, ahead: int = PART):
-        self._address, opened = address, filesystem(address).open
-        open_file = functools.partial(opened, address, block_size=ahead, cache_type="readahead")
-        self._file = waited_out(address, open_file)
+        store = filesystem(address)
+        size = waited_out(address, functools.partial(store.size, address))
+        super().__init__(store, address, block_size=ahead, size=size)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def readinto(self, buffer: Any) -> int:
-        return waited_out(self._address, lambda: self._file.readinto(buffer))
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return read_range(self.path, start, end)
 
 
 def stop_reading_ahead() -> None:
