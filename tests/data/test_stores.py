@@ -293,12 +293,17 @@ def test_a_prepared_corpus_is_a_source(config, store, tmp_path, place):
     again = prepare(config(source=name, **other), 257, progress=False)
     assert again.prepared == corpus.prepared
 
+    info = json.loads((first.folder / "corpus.json").read_text())
     with pytest.raises(DataError, match="data.tokenizer=none is not the tokenizer with which"):
         prepare(config(source=name, tokenizer="none", **other), 257, progress=False)
     for file, content, message in (
         ("tokens.bin", b"12", "tokens.bin: has 2 bytes, and by corpus.json"),
         ("documents.bin", b"1" * 8 * len(first.documents), "documents.bin: damaged: its checksum"),
         ("corpus.json", b"[]", "corpus.json: not the description of a prepared corpus"),
+        *(
+            ("corpus.json", json.dumps(info | changes).encode(), "corpus.json: not the description")
+            for changes in ({"tokenizer": {}}, {"tokens": [1]}, {"documents": float("inf")})
+        ),
     ):
         if place == "store":
             put(store, f"copy/{file}", content)

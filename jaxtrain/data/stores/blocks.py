@@ -87,6 +87,8 @@ class BlockCache:
         if len(content) < end - begin:
             self.give_up(file, [block])  # damaged
             return None
+        if len(self._checked) > self.slots:  # most are of blocks that are gone
+            self._checked.clear()
         self._checked[file, block] = slot
         self._index["used"][slot] = time.time()
         return content
