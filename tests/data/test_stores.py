@@ -234,6 +234,24 @@ def test_windows_are_read_ahead(store, tmp_path, monkeypatch):
     assert asked < 1.5 * ids.nbytes
 
 
+def test_what_no_wait_mends():
+    class HttpError(Exception):
+        __module__, code = "gcsfs.retry", 401
+
+    lasting = (
+        PermissionError("Access Denied"),
+        OSError("Forbidden: b/bucket/o\nno access"),  # as gcsfs raises them
+        ValueError("Bad Request: b/bucket/o\ninvalid"),
+        HttpError("Invalid Credentials, 401"),
+    )
+    for error in lasting:
+        assert type(filesystem.refusal("gs://bucket/a", error)) is StoreError
+    HttpError.code = 503
+    for error in (HttpError("Backend Error, 503"), TimeoutError()):
+        assert type(filesystem.refusal("gs://bucket/a", error)) is StoreAwayError
+    assert filesystem.refusal("gs://bucket/a", ValueError("a fault of ours")) is None
+
+
 def test_an_outage_is_waited_out(store, tmp_path, capsys):
     content = random.Random(0).randbytes(5000)
     (file,) = listing.find(put(store, "a.bin", content)).files

@@ -110,7 +110,7 @@ class BlockCache:
                     self._index[slot] = (file, block, now, 0, 0)
         return claimed
 
-    def store(self, file: int, block: int, content: bytes) -> None:
+    def store(self, file: int, block: int, content: bytes | memoryview) -> None:
         """Stores a claimed block, unless its slot was taken meanwhile or the disk is full."""
         with self._alone():
             slot = self._slot(file, block)

@@ -35,6 +35,7 @@ NEEDED, AHEAD = (
     for name in ("needed", "ahead")
 )
 
+Content = bytes | memoryview
 _ahead: set[Future[None]] = set()  # that are queued, or run
 
 
@@ -52,7 +53,7 @@ class StoreFile:
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end), which must be in the file."""
-        blocks, parts = _blocks(begin, end), dict[int, bytes]()
+        blocks, parts = _blocks(begin, end), dict[int, Content]()
         while True:
             for block in blocks:
                 if block not in parts:
@@ -83,7 +84,7 @@ class StoreFile:
         for together in self._claimed(blocks):  # now, so that a claim does not wait in a queue
             self._fetch(together, is_needed=False)
 
-    def _request(self, blocks: Sequence[int]) -> list[Future[dict[int, bytes]]]:
+    def _request(self, blocks: Sequence[int]) -> list[Future[dict[int, memoryview]]]:
         """Requests for those of some ascending blocks that nobody has claimed."""
         return [NEEDED.submit(self._fetch, together) for together in self._claimed(blocks)]
 
@@ -97,11 +98,12 @@ class StoreFile:
                 requests.append([block])
         return requests
 
-    def _fetch(self, blocks: Sequence[int], is_needed: bool = True) -> dict[int, bytes]:
+    def _fetch(self, blocks: Sequence[int], is_needed: bool = True) -> dict[int, memoryview]:
         """The content of adjacent blocks that this process has claimed."""
         begin, end = blocks[0] * BLOCK, min((blocks[-1] + 1) * BLOCK, self.file.size)
         try:
-            content = read_range(self.file.path, begin, end, is_needed)
+            # a view, so that its parts are no copies
+            content = memoryview(read_range(self.file.path, begin, end, is_needed))
             self._check(len(content) == end - begin)
         except BaseException:
             self._cache.give_up(self._id, blocks)
