@@ -545,7 +545,8 @@ def test_wrong_arguments(config, corpus):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("jaxtrain-")]
+    """Those of loaders; the threads that read stores belong to no loader."""
+    return [t for t in threading.enumerate() if t.name.startswith("jaxtrain-batches")]
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

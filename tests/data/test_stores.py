@@ -1,6 +1,7 @@
 """Sources in a store: as files of fsspec's memory in place of one, and, against a real
 S3-compatible server behind a proxy that delays and fails, by the full suite."""
 
+import concurrent.futures
 import gzip
 import hashlib
 import io
@@ -46,6 +47,7 @@ def store(monkeypatch):
     memory.store.clear()
     cat_file, find = memory.cat_file, memory.find
     memory.problem, memory.asked = None, []
+    filesystem.given_up.clear()  # as a loader does that begins
 
     def asked(function):
         def ask(path, **options):
@@ -273,6 +275,26 @@ def test_an_outage_is_waited_out(store, tmp_path, capsys):
     assert told[1].startswith("the store has answered, after ") and excused == [file.path]
     assert not watchdog._excused
     timer.join()
+
+
+def test_nobody_waits_for_a_store_at_the_end(store, tmp_path, monkeypatch):
+    """A loader that is closed in an outage would wait for its threads, as long as the outage."""
+    (file,) = listing.find(put(store, "a.bin", b"content")).files
+    stored = ranges.StoreFile(file, blocks.BlockCache(tmp_path, 1e9))
+    monkeypatch.setattr(filesystem, "WAITS_S", (60.0,))
+    store.problem = ConnectionError("no route to the store")
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        reading, end = threads.submit(stored.read, 0, 7), time.monotonic() + 20
+        while not watchdog._excused:
+            assert time.monotonic() < end, "nothing waits"
+            time.sleep(0.01)
+        began = time.monotonic()
+        stop_reading_ahead()
+        with pytest.raises(StoreAwayError):
+            reading.result()
+    assert time.monotonic() - began < 20
+    store.problem = None
+    assert stored.read(0, 7) == b"content"
 
 
 def test_streams(store):

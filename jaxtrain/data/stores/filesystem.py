@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -57,6 +58,7 @@ LASTING, REFUSED = (
 VERSIONS = ("ETag", "md5Hash", "generation", "etag", "blob_id", "mtime", "created")
 # when the outage that was told began; setdefault and pop make one thread the first, and the last
 _outage: dict[str, float] = {}
+given_up = threading.Event()  # set when nobody needs what is read: no outage is waited out then
 
 
 def scheme_of(path: str | os.PathLike) -> str:
@@ -132,14 +134,14 @@ def waited_out(address: str, read: Callable[[], T]) -> T:
             except Exception as error:
                 if (problem := refusal(address, error)) is None:
                     raise
-                is_over = time.monotonic() - began > PATIENCE_S
+                is_over = given_up.is_set() or time.monotonic() - began > PATIENCE_S
                 if is_over or not isinstance(problem, StoreAwayError):
                     raise problem from error
             if not attempt:  # one failed request is nothing to tell of, and no hang
                 excuse.enter_context(watchdog.excused(address))
             elif attempt == 1 and _outage.setdefault("began", began) == began:
                 streams.log(f"warning: {problem}: it is tried again until the store answers")
-            time.sleep(WAITS_S[min(attempt, len(WAITS_S) - 1)])
+            given_up.wait(WAITS_S[min(attempt, len(WAITS_S) - 1)])
     if attempt > 1 and (since := _outage.pop("began", None)):
         streams.log(f"the store has answered, after {time.monotonic() - since:.0f} s")
     return result

@@ -20,6 +20,7 @@ from jaxtrain.data.preparing import cache
 from jaxtrain.data.stores.blocks import BLOCK, BlockCache
 from jaxtrain.data.stores.filesystem import (
     filesystem,
+    given_up,
     read_range,
     version_of,
     waited_out,
@@ -202,7 +203,9 @@ class StoreStream(AbstractBufferedFile):  # type: ignore[misc]
 
 
 def stop_reading_ahead() -> None:
-    """Gives up what is queued to be read ahead, for which the process would wait when it ends."""
+    """Gives up what is queued to be read ahead and what waits for a store that does not answer, for
+    which the process would wait when it ends."""
+    given_up.set()
     for future in tuple(_ahead):
         future.cancel()
 
