@@ -40,7 +40,6 @@ TEXTS = [f"document {n}: {'word ' * (n % 40)}" for n in range(300)]
 def store(monkeypatch):
     """A store in this process's memory. Its requests are counted, and fail while `problem` is
     set."""
-    monkeypatch.setitem(filesystem.PROTOCOLS, "memory", "memory")
     monkeypatch.setitem(addresses.PACKAGES, "memory", "fsspec")
     monkeypatch.setattr(filesystem, "WAITS_S", (0.01,))
     memory = filesystem.filesystem(STORE)

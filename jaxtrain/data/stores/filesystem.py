@@ -27,7 +27,6 @@ from jaxtrain.run import streams, watchdog
 T = TypeVar("T")
 
 
-PROTOCOLS = {"s3": "s3", "gs": "gcs"}  # as fsspec calls them
 # Few attempts in the library, which does not tell of them: waited_out tries again, and the
 # watchdog knows.
 READING = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 1}}
@@ -73,7 +72,7 @@ def configure(scheme: str) -> None:
     options = {"use_listings_cache": False} | (
         {"config_kwargs": TIMEOUTS} if scheme == "s3" else {}
     )
-    fsspec.config.conf.setdefault(PROTOCOLS[scheme], {}).update(options)
+    fsspec.config.conf.setdefault(scheme, {}).update(options)
     # gcsfs logs what it raises, too, with a traceback
     logging.getLogger(addresses.PACKAGES[scheme]).setLevel(logging.CRITICAL)
 
@@ -91,7 +90,7 @@ def _filesystem(scheme: str) -> Any:
     configure(scheme)
     # fsspec's own instances are one for each thread, with connections of its own
     options = {"config_kwargs": READING} if scheme == "s3" else {}
-    store = fsspec.filesystem(PROTOCOLS[scheme], **options)
+    store = fsspec.filesystem(scheme, **options)
     store.retries = 1  # of s3fs and gcsfs
     return store
 
