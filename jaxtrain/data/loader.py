@@ -32,7 +32,6 @@ from jaxtrain.data.corpora import Corpora, prepare_all
 from jaxtrain.data.order import Draw
 from jaxtrain.data.row_log import RowLog
 from jaxtrain.data.stores.filesystem import given_up
-from jaxtrain.data.stores.ranges import stop_reading_ahead
 from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.devices import cluster
 
@@ -149,7 +148,7 @@ class Loader(Generic[Content]):
 
     def close(self) -> None:
         """Ends the threads. Nothing can be iterated afterwards."""
-        stop_reading_ahead()
+        given_up.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> "Loader[Content]":

@@ -28,7 +28,6 @@ from jaxtrain.data.corpora import prepare_all
 from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.stores import blocks, filesystem, listing, ranges
-from jaxtrain.data.stores.ranges import stop_reading_ahead
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import watchdog
 
@@ -230,7 +229,7 @@ def test_windows_are_read_ahead(store, tmp_path, monkeypatch):
         for place, draw in enumerate(draws):
             expected = near.draw(batch, place).arrays()
             assert all(np.array_equal(draw.arrays()[name], expected[name]) for name in expected)
-    stop_reading_ahead()
+    filesystem.given_up.set()
     asked = sum(each["end"] - each["start"] for _, each in store.asked if "start" in each)
     assert asked < 1.5 * ids.nbytes
 
@@ -288,7 +287,7 @@ def test_nobody_waits_for_a_store_at_the_end(store, tmp_path, monkeypatch):
             assert time.monotonic() < end, "nothing waits"
             time.sleep(0.01)
         began = time.monotonic()
-        stop_reading_ahead()
+        filesystem.given_up.set()
         with pytest.raises(StoreAwayError):
             reading.result()
     assert time.monotonic() - began < 20

@@ -57,7 +57,9 @@ LASTING, REFUSED = (
 VERSIONS = ("ETag", "md5Hash", "generation", "etag", "blob_id", "mtime", "created")
 # when the outage that was told began; setdefault and pop make one thread the first, and the last
 _outage: dict[str, float] = {}
-given_up = threading.Event()  # set when nobody needs what is read: no outage is waited out then
+# Set when nobody needs what is read: no outage is waited out then, and nothing is read ahead, for
+# the process would wait for that when it ends.
+given_up = threading.Event()
 
 
 def scheme_of(path: str | os.PathLike) -> str:

@@ -37,7 +37,6 @@ NEEDED, AHEAD = (
 )
 
 Content = bytes | memoryview
-_ahead: set[Future[None]] = set()  # that are queued, or run
 
 
 class StoreFile:
@@ -78,10 +77,11 @@ class StoreFile:
             self._request(blocks)
             return
         for at in range(0, len(blocks), TOGETHER):
-            _ahead.add(future := AHEAD.submit(self._read_ahead, blocks[at : at + TOGETHER]))
-            future.add_done_callback(_ahead.discard)
+            AHEAD.submit(self._read_ahead, blocks[at : at + TOGETHER])
 
     def _read_ahead(self, blocks: Sequence[int]) -> None:
+        if given_up.is_set():
+            return
         for together in self._claimed(blocks):  # now, so that a claim does not wait in a queue
             self._fetch(together, is_needed=False)
 
@@ -200,14 +200,6 @@ class StoreStream(AbstractBufferedFile):  # type: ignore[misc]
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return read_range(self.path, start, end)
-
-
-def stop_reading_ahead() -> None:
-    """Gives up what is queued to be read ahead and what waits for a store that does not answer, for
-    which the process would wait when it ends."""
-    given_up.set()
-    for future in tuple(_ahead):
-        future.cancel()
 
 
 def _blocks(begin: int, end: int) -> range:
