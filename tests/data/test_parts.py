@@ -1,6 +1,7 @@
 """Parts of a source: their division, their extents of files, shards, and the corpus that is joined
 from them."""
 
+import fcntl
 import gzip
 import itertools
 import json
@@ -241,6 +242,43 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
         found = prepare(config(source=path, cache=str(cache)), 257, progress=False)
         assert content(found) == whole
         assert {each.name for each in cache.iterdir()} == {"known", found.folder.name}
+
+
+@pytest.mark.parametrize(
+    ("step", "call", "shard"),
+    [
+        ("encode_part", 1, None),
+        ("encode_part", 3, (0, 1)),
+        ("open_part", 4, (0, 1)),
+        ("open_part", 9, (0, 2)),
+        ("join", 1, None),
+    ],
+)
+def test_another_machine_joins_first(config, write, small_parts, monkeypatch, step, call, shard):
+    """Without locks, it encodes the same parts, and removes them; the corpus is that which it has
+    made, and nothing else stays."""
+    data, calls = config(source=write("a.jsonl", lines(100))), []
+    original = getattr(tokens, step)
+
+    def overtaken(*arguments):
+        calls.append(None)
+        if len(calls) == call:
+            made.append(prepare(data, 257, progress=False))
+        return original(*arguments)
+
+    def unsupported(*_):
+        raise OSError("no locks here")
+
+    made = []
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(tokens, step, overtaken)
+    if shard is None:
+        corpus = prepare(data, 257, progress=False)
+    else:
+        corpus = prepare_shard(data, 257, shard, progress=False).corpus
+    assert content(corpus) == content(made[0])
+    names = {path.name for path in pathlib.Path(data.cache).iterdir() if path.suffix != ".lock"}
+    assert names == {"known", corpus.folder.name}
 
 
 def test_a_prepared_source_is_not_divided_again(config, mixed, monkeypatch):
