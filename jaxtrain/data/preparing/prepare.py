@@ -56,7 +56,6 @@ from jaxtrain.data.preparing.corpus_writer import (
 )
 from jaxtrain.data.preparing.encode import cores
 from jaxtrain.data.preparing.index_tokens import index_tokens
-from jaxtrain.data.preparing.join import join
 from jaxtrain.data.preparing.notes import notes
 from jaxtrain.data.preparing.parts import (
     VERSION,
@@ -64,6 +63,7 @@ from jaxtrain.data.preparing.parts import (
     StoredPart,
     divide,
     encode_part,
+    join,
     open_part,
 )
 from jaxtrain.data.reading.array_records import kinds_line
@@ -241,11 +241,7 @@ class Preparation:
                 index_tokens(folder, self._data, self._source, self._tokenizer, self._progress)
                 return
             stored = self._encode(self._parts)
-            size = sum(one.array_bytes for one in stored)
-            with contextlib.closing(
-                ReadingProgress(self._name, size, self._progress, "joining")
-            ) as shown:
-                join(folder, stored, self._data, self._tokenizer, shown)
+            join(folder, stored, self._data, self._tokenizer, self._name, self._progress)
 
     def _encode(self, parts: Sequence[Part]) -> list[StoredPart]:
         """Encodes those of some parts that are missing."""

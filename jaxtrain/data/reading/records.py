@@ -367,9 +367,9 @@ def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> list
     texts = ["".join([_text_of(record, name, runs, where) for name in names]) for _, names in runs]
     if not any(texts):
         return []
-    pieces = [TextPiece(text, run[0], False, 0) for text, run in zip(texts, runs, strict=True)]
-    pieces[-1] = TextPiece(texts[-1], runs[-1][0], True, size)
-    return pieces
+    *before, last = zip(texts, runs, strict=True)
+    pieces = [TextPiece(text, counts, False, 0) for text, (counts, _) in before]
+    return [*pieces, TextPiece(last[0], last[1][0], True, size)]
 
 
 def _text_of(record: dict[str, Any], name: str, runs: Runs, where: str) -> str:
