@@ -57,7 +57,6 @@ GROUPED = {
     "data/__main__.py": "data/test_command.py",
     "data/report.py": "data/test_command.py",
     "data/corpus.py": "data/test_prepare.py",
-    "data/preparing/join.py": "data/test_parts.py",
     "data/reading/extents.py": "data/test_parts.py",
     "data/reading/bad_records.py": "data/test_records.py",
     "data/reading/json_text.py": "data/test_records.py",

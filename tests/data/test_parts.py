@@ -1,6 +1,7 @@
 """Parts of a source: their division, their extents of files, shards, and the corpus that is joined
 from them."""
 
+import fcntl
 import gzip
 import itertools
 import json
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import sources
-from jaxtrain.data.preparing import join, parts as parts_module, prepare as tokens
+from jaxtrain.data.preparing import parts as parts_module, prepare as tokens
 from jaxtrain.data.preparing.parts import divide
 from jaxtrain.data.preparing.prepare import prepare, prepare_shard
 from jaxtrain.data.reading import documents, extents
@@ -86,8 +87,8 @@ def test_the_same_bytes_whatever_the_parts_and_shards(config, mixed, monkeypatch
     cache = lambda name: config(source=mixed, cache=str(mixed.parent / name), loss_mask=masked)
     one_part = content(prepare(cache("one"), 257, progress=False))
     monkeypatch.setattr(parts_module, "PART", 1000)
-    monkeypatch.setattr(join, "BLOCK", 7)
-    monkeypatch.setattr(join, "CHUNK", 50)
+    monkeypatch.setattr(parts_module, "BLOCK", 7)
+    monkeypatch.setattr(parts_module, "CHUNK", 50)
     assert content(prepare(cache("parts"), 257, progress=False)) == one_part
     for count in (1, 2, 7, 100):
         corpus = in_shards(cache(f"shards {count}"), count)
@@ -243,6 +244,43 @@ def test_a_kill_loses_the_part_in_hand_at_most(config, write, start_python, monk
         assert {each.name for each in cache.iterdir()} == {"known", found.folder.name}
 
 
+@pytest.mark.parametrize(
+    ("step", "call", "shard"),
+    [
+        ("encode_part", 1, None),
+        ("encode_part", 3, (0, 1)),
+        ("open_part", 4, (0, 1)),
+        ("open_part", 9, (0, 2)),
+        ("join", 1, None),
+    ],
+)
+def test_another_machine_joins_first(config, write, small_parts, monkeypatch, step, call, shard):
+    """Without locks, it encodes the same parts, and removes them; the corpus is that which it has
+    made, and nothing else stays."""
+    data, calls = config(source=write("a.jsonl", lines(100))), []
+    original = getattr(tokens, step)
+
+    def overtaken(*arguments):
+        calls.append(None)
+        if len(calls) == call:
+            made.append(prepare(data, 257, progress=False))
+        return original(*arguments)
+
+    def unsupported(*_):
+        raise OSError("no locks here")
+
+    made = []
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(tokens, step, overtaken)
+    if shard is None:
+        corpus = prepare(data, 257, progress=False)
+    else:
+        corpus = prepare_shard(data, 257, shard, progress=False).corpus
+    assert content(corpus) == content(made[0])
+    names = {path.name for path in pathlib.Path(data.cache).iterdir() if path.suffix != ".lock"}
+    assert names == {"known", corpus.folder.name}
+
+
 def test_a_prepared_source_is_not_divided_again(config, mixed, monkeypatch):
     """A start reads what it needs: of a source in a store each extent would cost a request."""
     first = prepare(config(source=mixed), 257, progress=False)
@@ -254,14 +292,14 @@ def test_a_prepared_source_is_not_divided_again(config, mixed, monkeypatch):
 def test_documents_that_are_left_out(config, mixed, small_parts, monkeypatch, part):
     """The others are those of the whole corpus, in its order, whatever is joined at a time."""
     whole = prepare(config(source=mixed, loss_mask=("text",)), 257, progress=False)
-    monkeypatch.setattr(join, "BLOCK", 7)
-    monkeypatch.setattr(join, "CHUNK", 50)
+    monkeypatch.setattr(parts_module, "BLOCK", 7)
+    monkeypatch.setattr(parts_module, "CHUNK", 50)
     kept = np.random.default_rng(0).random(len(whole.documents) - 1) >= part
 
     def split(stored, data, left_out):
         return np.split(kept, np.cumsum([one.info["documents"] for one in stored])[:-1])
 
-    monkeypatch.setattr(join, "documents_kept", split)
+    monkeypatch.setattr(parts_module, "documents_kept", split)
     data = config(source=mixed, loss_mask=("text",), cache=str(mixed.parent / "other"))
     joined = prepare(data, 257, progress=False)
     chosen = np.repeat(kept, np.diff(whole.documents))

@@ -94,12 +94,12 @@ def ensure(
     opened: Callable[[pathlib.Path], T | None],
     make: Callable[[pathlib.Path], None],
     progress: bool,
-) -> T | None:
+) -> T:
     """What `opened` returns for `folder`, which is made by make(temporary folder) if that is
     nothing: the folder is not complete yet.
 
     Several processes and machines may do this at once, and a kill at any moment is safe. If `make`
-    raises, nothing is left behind.
+    raises, nothing is left behind. Raises OSError if the folder is gone or damaged at once.
     """
     if content := opened(folder):
         return content
@@ -114,7 +114,9 @@ def ensure(
                 ):
                     shutil.rmtree(left, ignore_errors=True)
             _make(folder, opened, make)
-    return opened(folder)
+    if content := opened(folder):
+        return content
+    raise FileNotFoundError(errno.ENOENT, "gone or changed since it was written", str(folder))
 
 
 def _make(
@@ -130,12 +132,12 @@ def _make(
         make(temporary)
         if folder.exists() and not opened(folder):
             shutil.rmtree(folder)  # damaged since it was made: a file cut short, an older format
-        try:
-            temporary.rename(folder)
-        except OSError:
-            # one that was made by a faster machine has the same content
-            if not opened(folder):
-                raise
+        temporary.rename(folder)
+    except OSError:
+        # A faster machine has made it, with the same content, and may have removed what it is made
+        # from.
+        if not opened(folder):
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

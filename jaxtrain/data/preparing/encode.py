@@ -109,6 +109,9 @@ def _windows(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
     come in windows of so many, each of which goes on in the next one."""
     text, size = "", 0
     for piece in pieces:
+        if not (text or size or piece.goes_on) and len(piece.text) <= TASK + SHARED:
+            yield piece  # a short document: most are
+            continue
         text, size, at = text + piece.text, size + piece.size, 0
         while len(text) - at > TASK + SHARED:
             yield TextPiece(text[at : at + TASK + SHARED], piece.counts, False, size, goes_on=True)
@@ -180,8 +183,8 @@ def _grown(left: Encoded, begin: int, results: Iterator[Encoded], tokenizer: Tok
 def _encode(task: list[TextPiece], begins: bool, tokenizer: Tokenizer, dtype: np.dtype) -> Encoded:
     """The ids of pieces, the first of which begins a document if `begins`."""
     texts, goes_on = [piece.text for piece in task], task[-1].goes_on
-    *parts, shared = tokenizer.encode_batch([*texts, texts[-1][-SHARED:] * goes_on])
-    flat = np.concatenate(parts)
+    all_ids, counts = tokenizer.encode_batch([*texts, texts[-1][-SHARED:] * goes_on])
+    flat, shared = np.split(all_ids, [len(all_ids) - counts[-1]])
     if len(flat) and flat.max() >= tokenizer.vocab_size:
         raise DataError(
             f"the tokenizer makes id {flat.max()}, beyond its own {tokenizer.vocab_size}: use "
@@ -189,7 +192,7 @@ def _encode(task: list[TextPiece], begins: bool, tokenizer: Tokenizer, dtype: np
         )
     ends = np.array([piece.ends for piece in task])
     begin, starts = tokenizer.begin_of_document, np.append(begins, ends[:-1])
-    lengths = np.array([len(part) for part in parts]) + ends + starts * len(begin)
+    lengths = np.array(counts[:-1]) + ends + starts * len(begin)
     stops = np.cumsum(lengths)[ends]
     ids = np.full(lengths.sum(), tokenizer.end_of_document, dtype)
     is_text = np.ones(len(ids), bool)

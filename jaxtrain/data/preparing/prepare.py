@@ -56,7 +56,6 @@ from jaxtrain.data.preparing.corpus_writer import (
 )
 from jaxtrain.data.preparing.encode import cores
 from jaxtrain.data.preparing.index_tokens import index_tokens
-from jaxtrain.data.preparing.join import join
 from jaxtrain.data.preparing.notes import notes
 from jaxtrain.data.preparing.parts import (
     VERSION,
@@ -64,6 +63,7 @@ from jaxtrain.data.preparing.parts import (
     StoredPart,
     divide,
     encode_part,
+    join,
     open_part,
 )
 from jaxtrain.data.reading.bad_records import Skipped
@@ -176,10 +176,9 @@ class Preparation:
         self._known = self._root / KNOWN / f"{slug}-{self._key(lambda f: self._stamps[f.path])}"
         self._content_key = ""  # not read yet
         try:
-            noted = cache.ensure(self._known, _noted_key, self._note, progress)
+            self._content_key = cache.ensure(self._known, _noted_key, self._note, progress)
         except OSError:  # a cache that may not be written can have the corpus all the same
-            noted = None
-        self._content_key = noted or self._key(_content)
+            self._content_key = self._key(_content)
         self._work = self._root / f"corpus-{self._content_key}.parts-{VERSION}"
 
     @functools.cached_property
@@ -192,26 +191,29 @@ class Preparation:
         """The corpus. If the cache does not have it, missing parts are encoded, and all joined."""
         with self._unusable_removed(keeps_parts=False):
             corpus = cache.ensure(self._folder(), self._open, self._fill, self._progress)
-            if corpus is None:
-                raise _changed(self._data)
         shutil.rmtree(self._work, ignore_errors=True)
         return corpus
 
     def shard(self, number: int, count: int) -> ShardReport:
         """Encodes the parts of a shard, and joins all parts if they are there."""
         encoded = 0
-        with self._unusable_removed():
-            own = self._parts[number::count]
-            if not self._source.holds_tokens and self._open(self._folder()) is None:
-                encoded = len(self._missing(own))
-                with self._unchanged():
-                    self._encode(own)
-            missing = self._missing(self._parts)
-        # the shard that has token files indexes them
-        is_ready = bool(own) if self._source.holds_tokens else not missing
-        corpus = self.corpus() if is_ready else self._open(self._folder())
-        left = () if corpus else missing
-        return ShardReport(self._data.source, len(self._parts), encoded, left, corpus)
+        try:
+            with self._unusable_removed():
+                own = self._parts[number::count]
+                if not self._source.holds_tokens and not self._open(self._folder()):
+                    encoded = len(self._missing(own))
+                    with self._unchanged():
+                        self._encode(own)
+        except OSError:
+            # Another process may have encoded the same parts, joined them and removed them.
+            if not self._open(self._folder()):
+                raise
+        missing = self._missing(self._parts)
+        indexes = self._source.holds_tokens and number == 0  # token files are one part
+        if indexes or not missing or self._open(self._folder()):
+            corpus = self.corpus()
+            return ShardReport(self._data.source, len(self._parts), encoded, (), corpus)
+        return ShardReport(self._data.source, len(self._parts), encoded, missing, None)
 
     def _note(self, folder: pathlib.Path) -> None:
         """Writes the key of the source's content into a folder of KNOWN."""
@@ -238,30 +240,22 @@ class Preparation:
                 index_tokens(folder, self._data, self._source, self._tokenizer, self._progress)
                 return
             stored = self._encode(self._parts)
-            size = sum(one.array_bytes for one in stored)
-            with contextlib.closing(
-                ReadingProgress(self._name, size, self._progress, "joining")
-            ) as shown:
-                join(folder, stored, self._data, self._tokenizer, shown)
+            join(folder, stored, self._data, self._tokenizer, self._name, self._progress)
 
     def _encode(self, parts: Sequence[Part]) -> list[StoredPart]:
         """Encodes those of some parts that are missing."""
-        missing, stored, any_read = self._missing(parts), [], False
+        missing, stored = set(self._missing(parts)), list[StoredPart]()
         size = sum(part.size for part in parts if part.number in missing)
         with contextlib.closing(ReadingProgress(self._name, size, self._progress)) as shown:
             for part in parts:
+                any_read = self._source.has_fields and any(one.info["documents"] for one in stored)
                 make = functools.partial(self._encode_part, part, any_read, shown)
                 opened = functools.partial(open_part, part)
-                one = cache.ensure(part.folder(self._work), opened, make, self._progress)
-                if one is None:
-                    raise _changed(self._data)
-                stored.append(one)
-                any_read = any_read or (self._source.has_fields and one.info["documents"] > 0)
+                folder = part.folder(self._work)
+                stored.append(cache.ensure(folder, opened, make, self._progress))
             if missing:
-                tokens, documents = (
-                    sum(one.info[key] for one in stored) for key in ("tokens", "documents")
-                )
-                shown.finish(tokens, documents)
+                tokens = sum(one.info["tokens"] for one in stored)
+                shown.finish(tokens, sum(one.info["documents"] for one in stored))
         return stored
 
     def _encode_part(
@@ -270,16 +264,20 @@ class Preparation:
         """Encodes a part into a folder, which no later preparation may find if the part's files
         have changed meanwhile."""
         encode_part(folder, part, self._data, self._tokenizer, any_read, shown)
-        if not self._are_same(part.source.files):
+        if self._has_changed(part.source.files):
             raise _changed(self._data)
 
-    def _are_same(self, some: Sequence[sources.File]) -> bool:
-        """True if files of the source are as they were: their times, or at least the content."""
+    def _has_changed(self, files: Sequence[sources.File] = ()) -> bool:
+        """True if some files of the source are not as they were: neither their times nor their
+        content. files: without them all are compared, and their names."""
         try:
-            same = all(_stamp(file) == self._stamps[file.path] for file in some)
-            return same or self._key(_content) == self._content_key
-        except OSError:
-            return False  # they are gone
+            if not files and self._source != listing.find(self._source.name):
+                return True
+            present = files or self._source.files
+            same = all(_stamp(file) == self._stamps[file.path] for file in present)
+            return not same and self._key(_content) != self._content_key
+        except (ConfigError, OSError):
+            return True  # they are gone
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -289,10 +287,10 @@ class Preparation:
             yield
         except (DataError, OSError) as error:
             of_cache = isinstance(error, OSError) and cache.refusal(error, self._root)
-            if not of_cache and _has_changed(self._source):
+            if not of_cache and self._has_changed():
                 raise _changed(self._data) from error
             raise
-        if _has_changed(self._source) or not self._are_same(self._source.files):
+        if self._has_changed():
             raise _changed(self._data)
 
     @contextlib.contextmanager
@@ -308,14 +306,6 @@ class Preparation:
             if not self._work.exists():
                 shutil.rmtree(self._known, ignore_errors=True)
             raise
-
-
-def _has_changed(source: sources.Source) -> bool:
-    """True if names, sizes or times of a source's files differ from those in `source`."""
-    try:
-        return source != listing.find(source.name)
-    except (ConfigError, OSError):
-        return True  # the files are gone
 
 
 def _changed(data: Any) -> DataError:

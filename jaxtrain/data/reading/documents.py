@@ -70,7 +70,7 @@ def pieces(
                 if isinstance(piece, TextPiece):
                     any_read = any_read or format.holds == "records"
                     count += piece.ends
-                    yield piece._replace(file=number)
+                    yield piece._replace(file=number) if number else piece
                 elif skipped is None:
                     raise piece
                 else:

@@ -120,7 +120,7 @@ def documents_of(
             text.encode()  # fails where a byte of the file was not UTF-8
             if not isinstance(record, dict):
                 raise BadRecord(where, f"{what} must be a JSON object, not {_kind(record)}")
-            document = list(_document(record, runs, where, taken()))
+            document = _document(record, runs, where, taken())
             # Half of a surrogate pair has no encoding, and only an escape can bring it into
             # decoded UTF-8.
             if "\\u" in text and any(SURROGATE.search(piece.text) for piece in document):
@@ -315,18 +315,22 @@ def _columns(schema: Any, runs: Runs) -> list[str]:
 # --- fields ---------------------------------------------------------------------------------------
 
 
-def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> Iterator[TextPiece]:
+def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> list[TextPiece]:
     """The pieces of one record: one for each run of fields with the same mask. A record without any
     text is no document."""
-    texts = ["".join(_text_of(record, name, runs, where) for name in names) for _, names in runs]
-    if any(texts):
-        for i, (text, (counts, _)) in enumerate(zip(texts, runs, strict=True), 1):
-            yield TextPiece(text, counts, i == len(runs), size if i == len(runs) else 0)
+    texts = ["".join([_text_of(record, name, runs, where) for name in names]) for _, names in runs]
+    if not any(texts):
+        return []
+    *before, last = zip(texts, runs, strict=True)
+    pieces = [TextPiece(text, counts, False, 0) for text, (counts, _) in before]
+    return [*pieces, TextPiece(last[0], last[1][0], True, size)]
 
 
 def _text_of(record: dict[str, Any], name: str, runs: Runs, where: str) -> str:
     """The text of a field. Raises BadRecord if it is missing or not text."""
-    value = _field(record, name)
+    value = record.get(name)  # nearly always a text: the other way takes longer
+    if not isinstance(value, str):
+        value = _field(record, name)
     if isinstance(value, str):
         return value
     settings = _fitting_fields(record, runs)
