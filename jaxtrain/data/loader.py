@@ -31,7 +31,7 @@ from jaxtrain.data.batches import HeldOutBatches, TrainingBatches
 from jaxtrain.data.corpora import Corpora, prepare_all
 from jaxtrain.data.order import Draw
 from jaxtrain.data.row_log import RowLog
-from jaxtrain.data.stores.ranges import stop_reading_ahead
+from jaxtrain.data.stores.filesystem import given_up
 from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.devices import cluster
 
@@ -86,6 +86,7 @@ class Loader(Generic[Content]):
             raise ValueError(
                 f"{microbatches} microbatches do not divide data.batch_size={wrong.batch_size}"
             )
+        given_up.clear()
         self._places = functools.cache(
             lambda shape: _local_places(sharding, shape, independent_replicas)
         )
@@ -145,7 +146,7 @@ class Loader(Generic[Content]):
 
     def close(self) -> None:
         """Ends the threads. Nothing can be iterated afterwards."""
-        stop_reading_ahead()
+        given_up.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> "Loader[Content]":

@@ -545,7 +545,9 @@ def test_wrong_arguments(config, corpus):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("jaxtrain-")]
+    """The threads of loaders; those that ask stores are there for the whole process."""
+    names = ("jaxtrain-batches", "jaxtrain-encode")
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
