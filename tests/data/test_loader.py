@@ -352,7 +352,7 @@ data = types.SimpleNamespace(
     source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0,
     attend_across_documents=True, prefetch=2, loss_mask=("q",), text_fields=("q", "text"),
     validation_fraction=0.1, bad_records="stop", token_dtype="uint16", cache=cache, filter="",
-    duplicates="keep",
+    duplicates="keep", packing="stream",
 )
 corpus = tokens.prepare(data, 257, progress=False)
 read, seen = document_packing.Sequences.ranges, []
