@@ -145,8 +145,6 @@ def make_step(
         startup.start_jax(namespace, config)
         # Imported now that jax's devices are chosen.
 
-        import concurrent.futures
-
         import jax
 
         from jaxtrain.config.phases import spans
@@ -156,7 +154,7 @@ def make_step(
         from jaxtrain.phases.prepare import check_on_devices, prepare
         from jaxtrain.phases.run_state import make_state, until_exhausted
         from jaxtrain.training import step as steps
-        from jaxtrain.training.compiled_step import start_compiling
+        from jaxtrain.training.compiled_step import trace
 
         checked, no_folder = check_on_devices(config, namespace.recipe), pathlib.Path()
         ready = prepare(checked, no_folder, reads_times=False, measures_times=False)
@@ -167,9 +165,9 @@ def make_step(
         content = TrainingBatches(corpora, spans(settings))
         settings = until_exhausted(settings, content)
         mesh = make_mesh(sizes_of(settings.mesh))
-        with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
+        with jax.set_mesh(mesh):
             step = steps.make_step(settings, mesh, ready.setup)
-            programs = start_compiling(step, executor).result()
+            programs = trace(step)()
         tokens = step.abstract_batch["tokens"]
         data, _ = make_loaders(content, settings.data, tokens, 1, 0)
 

@@ -148,7 +148,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, corpora.checksums, executor)
             validates = config.train.eval_every or evaluates_first(config, candidates.expected)
-            has_sets = any(loader.batches for loader in held_out.values())
+            has_sets = any(loader.content.batches for loader in held_out.values())
             others = [evaluation.start_compiling()] if validates and has_sets else []
             cluster.log(*introduction(*programs.first), *corpora.describe())
             when_compiled(step, clock, compiling, others)
@@ -333,6 +333,10 @@ class Trainer:
     def enter(self, span: Span) -> None:
         """Goes on with the batches of another span, after all results of the one before."""
         self.measured.finish(self.at)
+        if span.shape != self.span.shape:
+            # Its program may not compile, or need more memory than there is: no step is lost then.
+            self.asked |= Request.SAVE
+            self.save()
         with self.clock.phase(Phase.COMPILING):
             self.programs, self.span = self.of_spans.of(span), span
             plan = self.plan()
@@ -340,7 +344,7 @@ class Trainer:
         for line in (f"from step {self.at + 1} on: {span.describe()}", *memory):
             self.progress.log(line)
         peak = plan.work.tokens_at_peak() if plan else None
-        self.reporter.speedometer.enter(span.batch_tokens, peak, self.at)
+        self.reporter.speedometer = Speedometer(span.batch_tokens, peak, self.at, self.clock)
         self.progress.restart(self.at)
         self.watchdog.expect_longer()
 
@@ -370,7 +374,7 @@ class Trainer:
             return
         with self.clock.phase(Phase.EVALUATING):
             losses = self.evaluation.losses(self.state.trained)
-        self.validation_loss = losses.mean
+        self.validation_loss = losses.get("")
         self.reporter.validation(self.at, losses)
         self.checkpoints.persistent.evaluated(self.at, self.validation_loss)
 

@@ -217,8 +217,9 @@ class ChosenStep:
                 with contextlib.suppress(ConfigError):  # those of the checkpoint may be gone
                     sources.check(stored)
                     use = suggestion({source.setting: stored})
-                use = f"{use} (or another --workdir)"
-                raise ConfigError(source.setting, corpus.source, rule, use)
+                raise ConfigError(
+                    source.setting, corpus.source, rule, f"{use} (or another --workdir)"
+                )
             raise DataError(
                 f"{source.setting}={corpus.source} has changed since the checkpoint {checksums}: "
                 "put it back or use another --workdir"
@@ -231,9 +232,9 @@ class ChosenStep:
                 f"cannot continue a checkpoint of {meta.position} batches, which had sequences of "
                 "other sources (weight, epochs, exhausted)"
             )
-            changes = {"data.sources": config.data.sources}
+            fixes = [{"data.sources": config.data.sources}]
             raise ConfigError(
-                "data.sources", self.folder.run.config.data.sources, rule, fixes=[changes]
+                "data.sources", self.folder.run.config.data.sources, rule, fixes=fixes
             )
         if meta.version < IN_WINDOWS and batches.windows > 1:
             cluster.log(

@@ -134,7 +134,6 @@ class Source:
       links; and folders that may not be listed.
     linked_folders: links to folders, which are not followed.
     passed_over: the files and folders that would count but for their names.
-    unlisted: files of saved datasets that their state.json does not name: they are left out.
     """
 
     name: str
@@ -144,7 +143,6 @@ class Source:
     unreadable: tuple[str, ...] = ()
     linked_folders: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    unlisted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def place(self) -> str:
@@ -196,8 +194,6 @@ class Source:
             if len(records) == 1 and not self.pattern:
                 only = os.path.join(self.name, "**", f"*{records.pop()}")
                 lines[-1] += f" ({suggestion({'data.source': only})} leaves them out)"
-        if self.unlisted:
-            lines.append(f"  not named by a {STATE}, and left out: {self.listed(self.unlisted)}")
         links = "is a link to a folder, which is not followed"
         return [*lines, *(f"  {link} {links}" for link in self.linked_folders)]
 
@@ -264,10 +260,9 @@ def check(name: str) -> None:
 def check_address(name: str) -> None:
     """Raises ConfigError for the address of a source in no store that can be used. The store is not
     asked."""
-    if name.startswith(addresses.HUB):
-        return
     # a bucket itself may be a source
-    if wrong := addresses.fault(f"{name.rstrip('/')}/*") or addresses.missing_package(name):
+    wrong = addresses.fault(f"{name.rstrip('/')}/*") or addresses.missing_package(name)
+    if wrong and not name.startswith(addresses.HUB):
         fixes = [{"data.source": place.removesuffix("/*")} for place in wrong.meant]
         raise ConfigError("data.source", name, wrong.rule, fixes=fixes)
 
@@ -278,25 +273,9 @@ def find(name: str) -> Source:
     if name == STDLIB:
         return _list(name, pathlib.Path(sysconfig.get_path("stdlib")), ("**", "*.py"))
     root, pattern = _place(name)
-    if root.is_file():
-        paths = map(str, _pair(root) or (root,))
-        source = Source(name, root, tuple(_stat(path, _format_at(path)) for path in paths))
-    else:
-        source = _prepared(_list(name, root, pattern))
-    if problem := _mixed_tokens(source):
-        raise ConfigError("data.source", name, problem)
-    return source
-
-
-def _prepared(source: Source) -> Source:
-    """The source with the files of a prepared corpus alone, if its folder has one."""
-    files = {os.path.relpath(file.path, source.root): file for file in source.files}
-    if source.pattern or not files.keys() >= {*PREPARED}:
-        return source
-    names = [name for name in (*PREPARED, "mask.bin") if name in files]
-    formats = ["prepared", *["beside"] * len(names)]
-    own = tuple(files[name]._replace(format=kind) for name, kind in zip(names, formats))
-    return dataclasses.replace(source, files=own)
+    if not root.is_file():
+        return _as_corpus(_list(name, root, pattern))
+    return _as_corpus(Source(name, root, tuple(map(_stat, _pair(root) or (root,)))))
 
 
 def find_among(
@@ -315,47 +294,60 @@ def find_among(
     ]
     if any(file.format in ("arrow", "array_record") for file in matches):
         matches = [f for f in matches if pathlib.Path(f.path).name not in DESCRIPTIONS]
-    hidden = [file for file in matches if any(map(_is_hidden, below[file]))]
-    indices = {file.path.removesuffix(".idx") for file in files if file.format == "idx"}
+    hidden = {file for file in matches if any(map(_is_hidden, below[file]))}
     source = Source(
         name,
         root,
-        tuple(
-            file._replace(format="megatron")
-            if file.format == "bin" and file.path.removesuffix(".bin") in indices
-            else file
-            for file in matches
-            if file not in hidden
-        ),
+        tuple(file for file in matches if file not in hidden),
         pattern,
-        passed_over=tuple(file.path for file in hidden),
+        passed_over=tuple(file.path for file in matches if file in hidden),
     )
     if not source.files:
-        others = [file for file in files if file not in matches]
-        raise _no_files(source, [ending(file.path) for file in others], 0)
-    source = _prepared(source)
-    if problem := _mixed_tokens(source):
-        raise ConfigError("data.source", name, problem)
-    return source
+        raise _no_files(source, [ending(file.path) for file in {*files} - {*matches}], 0)
+    return _as_corpus(source)
 
 
-def _mixed_tokens(source: Source) -> str:
-    """The reason why the token files of a source are no corpus: they lie among others, are of
-    several formats, or an index lacks its tokens; "" if they are one."""
-    tokens = [file.path for file in source.files if FORMATS[file.format].holds == "tokens"]
-    texts = [file.path for file in source.files if FORMATS[file.format].holds != "tokens"]
-    rename = "let the names of those that are not meant begin with _ or ., or name a pattern"
-    if tokens and texts:
-        names = source.listed(tokens)
-        return f"holds token files ({names}) beside others ({source.listed(texts)}): {rename}"
-    indices = [file.path for file in source.files if file.format == "idx"]
-    stems = {os.path.splitext(path)[0]: path for path in indices}
-    if alone := stems.keys() - {path.removesuffix(".bin") for path in tokens}:
-        return f"has the index {stems[min(alone)]} without its tokens, {min(alone)}.bin"
+def _as_corpus(source: Source) -> Source:
+    """The source with the formats that depend on several files: a .bin with an index beside it is
+    Megatron's, and of a folder with a prepared corpus only that one's files remain.
+
+    Raises ConfigError for token files that are no corpus: they lie among others, are of several
+    formats, or an index lacks its tokens.
+    """
+    names = {os.path.relpath(file.path, source.root): file for file in source.files}
+    if not source.pattern and names.keys() >= {*PREPARED}:
+        own = [
+            names[name]._replace(format="beside")
+            for name in (*PREPARED, "mask.bin")
+            if name in names
+        ]
+        return dataclasses.replace(source, files=(own[0]._replace(format="prepared"), *own[1:]))
+    indices = {os.path.splitext(f.path)[0]: f.path for f in source.files if f.format == "idx"}
+    files = [
+        file._replace(format="megatron")
+        if file.format == "bin" and os.path.splitext(file.path)[0] in indices
+        else file
+        for file in source.files
+    ]
+    source = dataclasses.replace(source, files=tuple(files))
+    tokens = [file.path for file in files if FORMATS[file.format].holds == "tokens"]
+    texts = [file.path for file in files if FORMATS[file.format].holds != "tokens"]
     by_format = {file.format: file.path for file in source.token_files}
-    kinds = " and ".join(f"{FORMATS[kind].title}: {path}" for kind, path in by_format.items())
-    several = f"holds token files of several formats, {kinds}: {rename}"
-    return several if len(by_format) > 1 else ""
+    rename = "let the names of those that are not meant begin with _ or ., or name a pattern"
+    problem = ""
+    if tokens and texts:
+        problem = (
+            f"holds token files ({source.listed(tokens)}) beside others ({source.listed(texts)}): "
+            f"{rename}"
+        )
+    elif alone := indices.keys() - {os.path.splitext(file.path)[0] for file in source.token_files}:
+        problem = f"has the index {indices[min(alone)]} without its tokens, {min(alone)}.bin"
+    elif len(by_format) > 1:
+        kinds = " and ".join(f"{FORMATS[kind].title}: {path}" for kind, path in by_format.items())
+        problem = f"holds token files of several formats, {kinds}: {rename}"
+    if problem:
+        raise ConfigError("data.source", source.name, problem)
+    return source
 
 
 def similar_files(path: pathlib.Path) -> list[str]:
@@ -394,16 +386,11 @@ def _place(name: str) -> tuple[pathlib.Path, tuple[str, ...]]:
 def _pair(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path] | None:
     """The .bin and the .idx of a Megatron file that is named by either, or by what both begin with;
     None if they are not there."""
-    stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    tokens, index = (path.with_name(f"{stem.name}{suffix}") for suffix in (".bin", ".idx"))
+    stem, suffix = os.path.splitext(path)
+    stem = stem if suffix in (".bin", ".idx") else str(path)
+    tokens, index = pathlib.Path(f"{stem}.bin"), pathlib.Path(f"{stem}.idx")
     names_another = path.exists() and path not in (tokens, index)
     return None if names_another or not (tokens.is_file() and index.is_file()) else (tokens, index)
-
-
-def _format_at(path: str) -> str:
-    """The format of a file that exists: a .bin with an index beside it is Megatron's."""
-    is_megatron = path.endswith(".bin") and os.path.isfile(f"{path.removesuffix('.bin')}.idx")
-    return "megatron" if is_megatron else format_of(path)
 
 
 def _is_hidden(name: str) -> bool:
@@ -422,9 +409,8 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
     linked_folders: list[str] = []
     passed_over: list[str] = []
     unmatched: list[str] = []  # endings
-    unlisted: list[str] = []
     closed = 0  # folders in which nothing can match
-    saved_order: dict[str, tuple[str, ...]] = {}  # path → what it is sorted by, in saved datasets
+    order: dict[str, tuple[str, ...]] = {}  # path → what it is sorted by, in saved datasets
     passes = _is_hidden if name != STDLIB else _is_left_out_of_stdlib
     # nothing is below a folder that does not exist
     for folder, folders, names in os.walk(root, onerror=lambda e: unreadable.append(e.filename)):
@@ -439,14 +425,15 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
         if SPLITS in matches:
             split = "train" if "train" in folders else min(folders, default="SPLIT")
             rule = f"has {os.path.join(folder, SPLITS)}: its splits ({', '.join(sorted(folders))}) "
-            fix = {"data.source": os.path.join(folder, split)}
-            raise ConfigError("data.source", name, f"{rule}are one source each", fixes=[fix])
+            fixes = [{"data.source": os.path.join(folder, split)}]
+            raise ConfigError("data.source", name, f"{rule}are one source each", fixes=fixes)
         if {STATE, INFO} <= {*matches}:
-            matches = _saved_files(name, folder, candidates := matches)
-            for i, entry in enumerate(matches):
-                saved_order[os.path.join(folder, entry)] = (*above, f"{i:012}")
-            others = [entry for entry in candidates if format_of(entry) == "arrow"]
-            unlisted += [os.path.join(folder, entry) for entry in {*others} - {*matches}]
+            matches = _saved_files(name, folder, matches)
+            folders_above = pathlib.PurePath(folder).parts
+            order |= {
+                os.path.join(folder, entry): (*folders_above, f"{i:012}")
+                for i, entry in enumerate(matches)
+            }
         elif any(format_of(entry) in ("arrow", "array_record") for entry in matches):
             matches = [entry for entry in matches if entry not in DESCRIPTIONS]
         unmatched += [ending(name) for name in {*names} - {*matches} if not passes(name)]
@@ -462,18 +449,16 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
                 unreadable.append(path)
             elif os.path.islink(path):
                 linked_folders.append(path)
-    depth = len(root.parts)
-    for paths in (files, unreadable, linked_folders, passed_over, unlisted):
-        paths.sort(key=lambda path: saved_order.get(path) or pathlib.Path(path).parts[depth:])
+    for paths in (files, unreadable, linked_folders, passed_over):
+        paths.sort(key=lambda path: order.get(path) or pathlib.PurePath(path).parts)
     source = Source(
         name,
         root,
-        tuple(_stat(path, _format_at(path) if name != STDLIB else "python") for path in files),
+        tuple(_stat(path, "python" if name == STDLIB else "") for path in files),
         pattern,
         tuple(unreadable),
         tuple(linked_folders),
         tuple(passed_over),
-        tuple(unlisted),
     )
     if not files and (not unreadable or name == STDLIB):
         raise _no_files(source, unmatched, closed)
@@ -497,8 +482,10 @@ def _saved_files(name: str, folder: str, present: Sequence[str]) -> list[str]:
             state = json.loads(file.read(MOST_STATE))
         files = [entry["filename"] for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        rule = f"has {path}, which is not as datasets' save_to_disk writes it"
-        raise ConfigError("data.source", name, f"{rule}: copy the folder again") from error
+        rule = (
+            f"has {path}, which is not as datasets' save_to_disk writes it: copy the folder again"
+        )
+        raise ConfigError("data.source", name, rule) from error
     missing = [file for file in files if file not in present]
     if missing or len({*files}) < len(files):
         what = f"names {missing[0]}, which is not there" if missing else "names a file twice"
@@ -552,6 +539,7 @@ def _amounts(endings: Iterable[str]) -> str:
     return ", ".join(words)
 
 
-def _stat(path: str, format: str) -> File:
+def _stat(path: str | os.PathLike, format: str = "") -> File:
+    """A file of the disk, whose format is known by its name unless it is given."""
     stat = os.stat(path)
-    return File(path, format, stat.st_size, stat.st_mtime_ns)
+    return File(str(path), format or format_of(str(path)), stat.st_size, stat.st_mtime_ns)

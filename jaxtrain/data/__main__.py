@@ -95,18 +95,14 @@ def prepare(config: Config, flags: types.SimpleNamespace) -> None:
             continue
         lines = write_report(shard.corpus, config.data.sequence_length)
         if k < len(sources):
-            epochs = _tokens_read(config, k) / max(len(shard.corpus.train), 1)
+            tokens_read = sum(
+                (span.tokens_before(span.end) - span.tokens) * span.weights[k] / sum(span.weights)
+                for span in spans(config)
+            )
+            epochs = tokens_read / max(len(shard.corpus.train), 1)
             weight = f"{one.name}, weight {one.weight:g}: " if one.name else ""
             lines.append(f"  {weight}{config.train.steps:,} steps read it {epochs:.3g} times")
         print("\n".join(lines), flush=True)
-
-
-def _tokens_read(config: Config, k: int) -> float:
-    """The training tokens that the run reads of source k, by its weights."""
-    return sum(
-        (span.tokens_before(span.end) - span.tokens) * span.weights[k] / sum(span.weights)
-        for span in spans(config)
-    )
 
 
 # --- show -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Neither knows of meshes, processes or threads: loader.py puts batches onto devic
 """
 
 import bisect
+import functools
 import math
 import sys
 import threading
@@ -24,7 +25,6 @@ from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.document_packing import Sequences
 from jaxtrain.data.mixture import Segment, in_parts
 from jaxtrain.data.order import WINDOW, Draw, Order
-from jaxtrain.data.split import Stream
 from jaxtrain.data.tokenizer import DataError
 
 SHOWN = 8  # sequences of a batch that a line names
@@ -44,7 +44,7 @@ class TrainingBatches:
         self.corpora, self.spans = corpora, tuple(spans)
         self._orders = [_order(*one) for one in corpora.pairs()]
         self._segments: list[Segment] = []
-        self._exhausted: MixtureSource | None = None  # ends the run
+        self._exhausted = corpora.sources[0]  # the last one that was; it ends the run
         # Segments are found when they are needed: each source that leaves takes another table.
         self._found, self._covered = self._find_segments(), 0
         self._lock = threading.Lock()
@@ -57,55 +57,42 @@ class TrainingBatches:
         number = span_at(self.spans, batch).rows_before(batch) + place
         segment = self._segment(number)
         if not segment.parts:
-            assert self._exhausted
             raise DataError(
                 f"batch {batch} is beyond the {self._exhausted.epochs:g} epochs of "
-                f"{self._exhausted.setting}: use fewer train.steps"
+                f"{self._exhausted.setting}: use fewer train.steps (by the batches that the run "
+                "has passed over), or more epochs"
             )
         k, ordinal = segment.draw(number)
         return self._orders[k].at(ordinal)
 
-    def prefetch(self, draws: Iterable[Draw]) -> None:
-        """Begins to read sequences that lie in a store; then their windows, and the windows after
-        those, if that was not done yet."""
+    def read_ahead(self, draws: Iterable[Draw]) -> None:
+        """Begins to read the windows of sequences that lie in a store, and the windows after those,
+        if that was not done yet. They fill a half of the source's share of the cache at most: more
+        would push out what is needed before."""
         for draw in draws:
-            draw.sequences.prefetch(draw.number)
-        for draw in draws:
-            k = self._numbers[draw.source]
-            if draw.ordinal >= self._requested[k] and self.corpora.corpora[k].in_store:
-                self._read_ahead(k, draw.ordinal)
-
-    def _read_ahead(self, k: int, ordinal: int) -> None:
-        """Begins to read the window of an ordinal of source k, and the window after it, as far as
-        they fill a half of the source's share of the cache: more would push out what is needed
-        before."""
-        corpus, data = self.corpora.corpora[k], self.corpora.sources[k].data
-        ranges, self._requested[k] = self._orders[k].window(ordinal)
-        ranges = [*ranges, *self._orders[k].window(self._requested[k])[0]]
-        ends = np.cumsum([last - first for first, last in ranges]) * corpus.tokens.dtype.itemsize
-        room = data.store_cache_gb * 1e9 / 2 / len(self._orders)
-        corpus.prefetch(ranges[: int(np.searchsorted(ends, room))], is_needed=False)
-
-    def sequences(self, span: Span) -> Sequences:
-        """Some sequences of a span, all of which have arrays of the same types."""
-        return self.draw(span.begin, 0).sequences
+            k, corpus = self._numbers[draw.source], draw.sequences.corpus
+            if draw.ordinal < self._requested[k] or not corpus.in_store:
+                continue
+            ranges, self._requested[k] = self._orders[k].window(draw.ordinal)
+            ranges = [*ranges, *self._orders[k].window(self._requested[k])[0]]
+            sizes = [(last - first) * corpus.tokens.dtype.itemsize for first, last in ranges]
+            room = self.corpora.sources[k].data.store_cache_gb * 1e9 / 2 / len(self._orders)
+            fit = int(np.searchsorted(np.cumsum(sizes), room))
+            corpus.prefetch(ranges[:fit], is_needed=False)
 
     def remarks(self) -> list[str]:
         """Lines of text about sources with too few tokens for a batch."""
         span, lines = self.spans[0], []
         for k, (source, corpus) in enumerate(self.corpora.pairs()):
             sequences = self._orders[k].sequences
-            few = f"corpus: the train split has {len(corpus.train):,} tokens"
-            if source.name:
-                few = f"{source.setting}: its train split has {len(corpus.train):,} tokens"
-            length, share = span.sequence_length, span.weights[k] / sum(span.weights)
+            count, length = len(sequences), sequences.length
+            few = f"{source.setting}: its train split has {len(corpus.train):,} tokens"
             if sequences.packing.repeated:
                 lines.append(
                     f"{few}, and data.sequence_length={length} takes {length + 1}: its documents "
                     "repeat within a sequence"
                 )
-            elif len(sequences) < span.batch_size * share:
-                count = len(sequences)
+            elif count < span.batch_size * span.weights[k] / sum(span.weights):
                 lines.append(
                     f"{few}, which are {count} sequence{'s'[: count > 1]} of {length}, and "
                     f"data.batch_size={span.batch_size}: they repeat within a batch"
@@ -115,13 +102,10 @@ class TrainingBatches:
 
     def _cache_note(self, k: int) -> list[str]:
         """A note about a cache that has no room for what is read ahead of source k."""
-        (source, corpus), order = self.corpora.pairs()[k], self._orders[k]
-        ranges, _ = order.window(0)
+        (source, corpus), (ranges, _) = self.corpora.pairs()[k], self._orders[k].window(0)
         size = sum(last - first for first, last in ranges) * corpus.tokens.dtype.itemsize
-        most = source.data.store_cache_gb
-        needed = (
-            math.ceil(40 * size * len(self._orders) / 1e9) / 10
-        )  # two windows, and as much again
+        most, windows = source.data.store_cache_gb, 4  # two, and as much again
+        needed = math.ceil(10 * windows * size * len(self._orders) / 1e9) / 10
         if not corpus.in_store or most >= min(needed, 1.1 * corpus.tokens.nbytes / 1e9):
             return []
         return [
@@ -146,11 +130,6 @@ class TrainingBatches:
         ]
         return f"batch {batch}: {'; '.join(texts)}"
 
-    def check_whole(self) -> None:
-        """Raises DataError if a file of a corpus was cut short since it was opened."""
-        for corpus in self.corpora.corpora:
-            corpus.check_whole()
-
     def end(self) -> tuple[MixtureSource, int] | None:
         """The source that ends the run, and the number of whole batches before that, if it is
         before the last span's end."""
@@ -158,15 +137,14 @@ class TrainingBatches:
         segment = self._segment(total - 1)
         if segment.parts:
             return None
-        assert self._exhausted
         span = next(s for s in reversed(self.spans) if s.rows <= segment.first)
         return self._exhausted, span.begin + (segment.first - span.rows) // span.batch_size
 
     @property
     def windows(self) -> int:
         """The number of windows of the largest source."""
-        groups = max(len(order.sequences.packing.firsts) - 1 for order in self._orders)
-        return -(-groups // WINDOW)
+        groups = [len(order.sequences.packing.firsts) - 1 for order in self._orders]
+        return -(-max(groups) // WINDOW)
 
     def history(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
         """The mixtures of all batches before one: the number of the first sequence of each, and
@@ -174,8 +152,7 @@ class TrainingBatches:
         number = span_at(self.spans, batch).rows_before(batch)
         self._segment(max(0, number - 1))
         past = [segment for segment in self._segments if segment.first < number]
-        last = lambda parts: max((k + 1 for k, part in enumerate(parts) if part), default=0)
-        return [(segment.first, segment.parts[: last(segment.parts)]) for segment in past]
+        return [(segment.first, tuple(np.trim_zeros(segment.parts, "b"))) for segment in past]
 
     def _segment(self, number: int) -> Segment:
         """The segment of a sequence, by its number among all."""
@@ -199,13 +176,12 @@ class TrainingBatches:
                 order.cut(count, span.sequence_length)
             while begin < end:
                 weights = [w * here for w, here in zip(span.weights, present, strict=True)]
-                if not any(weights):
-                    self._segments.append(Segment(begin, counts, ()))
-                    yield sys.maxsize
-                    return
-                parts = in_parts(weights)
+                parts = in_parts(weights) if any(weights) else ()
                 if not self._segments or self._segments[-1].parts != parts:
                     self._segments.append(Segment(begin, counts, parts))
+                if not parts:
+                    yield sys.maxsize
+                    return
                 segment = self._segments[-1]
                 leaving = [
                     (segment.number_at(k, self._orders[k].count_of(source.epochs)), k)
@@ -221,9 +197,7 @@ class TrainingBatches:
                 counts, present[k] = segment.counts_at(begin), False
                 self._exhausted = sources[k]
                 if self._exhausted.exhausted == "stop":
-                    self._segments.append(Segment(begin, counts, ()))
-                    yield sys.maxsize
-                    return
+                    present = [False] * len(sources)
 
 
 class HeldOutBatches:
@@ -236,7 +210,8 @@ class HeldOutBatches:
     """
 
     def __init__(self, name: str, held_out: ValidationSet, data: Any, most: int | None = None):
-        self._name, self._corpus = name, held_out.corpus
+        self._name = name
+        self.corpora = Corpora((held_out.source,), (held_out.corpus,))
         self._sequences = Sequences(
             held_out.corpus,
             held_out.stream,
@@ -250,36 +225,21 @@ class HeldOutBatches:
         sizes = data.batch_size, data.sequence_length
         self.spans = (Span("", 0, max(1, self.batches), *sizes, (), 0, 0),)
 
-    def draw(self, batch: int, place: int) -> Draw | None:
-        """The sequence at a place of a batch; None after the set's end."""
+    def draw(self, batch: int, place: int) -> Draw:
+        """The sequence at a place of a batch; padding after the set's end."""
         if not 0 <= batch < self.batches:
-            raise IndexError(f"batch {batch} of {self.batches} of {self._corpus.source}")
+            raise IndexError(f"batch {batch} of {self.batches} of validation set {self._name}")
         (span,), count = self.spans, len(self._sequences)
-        evaluated = self.batches * span.batch_size
-        i = span.rows_before(batch) + place
-        if i >= count:
-            return None
-        number = i * count // evaluated if evaluated < count else i
-        return Draw(self._name, i, 0, self._sequences, number)
-
-    def prefetch(self, draws: Iterable[Draw]) -> None:
-        """Begins to read sequences that lie in a store."""
-        for draw in draws:
-            draw.sequences.prefetch(draw.number)
-
-    def sequences(self, span: Span) -> Sequences:
-        """The sequences of the set."""
-        return self._sequences
+        i, evaluated = span.rows_before(batch) + place, self.batches * span.batch_size
+        number = i * count // min(evaluated, count)
+        ranges = self._sequences.ranges(number) if number < count else []
+        return Draw(self._name, i, 0, number, ranges, self._sequences)
 
     def remarks(self) -> list[str]:
         """A line of text about a set without tokens."""
         whose = f"validation set {self._name}" if self._name else "corpus: the validation split"
-        few = f"{whose} has {len(self._sequences.stream):,} tokens"
-        return [] if len(self._sequences) else [f"{few}: there is nothing to evaluate on"]
-
-    def check_whole(self) -> None:
-        """Raises DataError if a file of the corpus was cut short since it was opened."""
-        self._corpus.check_whole()
+        few = f"{whose} has {len(self._sequences.stream):,} tokens: there is nothing to evaluate on"
+        return [] if len(self._sequences) else [few]
 
 
 def _order(source: MixtureSource, corpus: Corpus) -> Order:
@@ -291,13 +251,13 @@ def _order(source: MixtureSource, corpus: Corpus) -> Order:
             f"{len(corpus.tokens)} tokens of {source.setting}={corpus.source}: use "
             "--config.data.validation_fraction=0.0"
         )
-
-    def cut(length: int, stream: Stream | None) -> Sequences:
-        across, packing = data.attend_across_documents, data.packing
-        stream = corpus.train if stream is None else stream
-        return Sequences(corpus, stream, length, across, packing=packing)
-
-    return Order(cut, data.seed, source.name)
+    make = functools.partial(
+        Sequences,
+        corpus,
+        attend_across_documents=data.attend_across_documents,
+        packing=data.packing,
+    )
+    return Order(make, corpus.train, data.seed, source.name)
 
 
 def _listed(draws: Sequence[Draw]) -> str:

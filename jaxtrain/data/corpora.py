@@ -56,9 +56,8 @@ class Corpora:
     @property
     def checksum(self) -> str:
         """The corpus's; a digest of the names and checksums of several ones."""
-        checksums = self.checksums
-        several = hashlib.sha256(repr(checksums).encode()).hexdigest()
-        return checksums.get("") or several
+        of_one = self.checksums.get("")
+        return of_one or hashlib.sha256(repr(self.checksums).encode()).hexdigest()
 
     @functools.cached_property
     def validation_sets(self) -> Mapping[str, ValidationSet]:
@@ -94,11 +93,12 @@ def prepare_all(data: Any, vocab_size: int, progress: bool = True) -> Corpora:
     for one in validation_sets(data):
         corpus = _prepare(one, vocab_size, progress)
         # without a fraction of its own the set is its entire corpus, of which all is to be trained
-        held_out = one.data.validation_fraction > 0
-        sets.append(ValidationSet(one, corpus, corpus.validation if held_out else corpus.train))
+        stream = corpus.validation if one.data.validation_fraction > 0 else corpus.train
+        sets.append(ValidationSet(one, corpus, stream))
     corpora = Corpora(sources, of_sources, tuple(sets))
+    identity = lambda tokenizer: tokenizer.describe() | {"path": ""}
     for source, corpus in (*corpora.pairs(), *(one[:2] for one in sets)):
-        if _identity(corpus.tokenizer) != _identity(corpora.tokenizer):
+        if identity(corpus.tokenizer) != identity(corpora.tokenizer):
             raise ConfigError(
                 f"{source.setting}.tokenizer",
                 source.data.tokenizer,
@@ -125,13 +125,7 @@ def errors_of(source: MixtureSource) -> Iterator[None]:
         nearest = error.nearest.replace("config.data.source=", f"config.{source.setting}=")
         raise ConfigError(field, error.value, error.rule, nearest) from error
     except DataError as error:
-        if not source.name or f"{error}".startswith(source.setting):
-            raise
-        text = f"{error}".removeprefix("data.source=")
-        error.args = (f"{source.setting}{': ' if text == str(error) else '='}{text}",)
+        if source.name and not f"{error}".startswith(source.setting):
+            text = f"{error}".removeprefix("data.source=")
+            error.args = (f"{source.setting}{': ' if text == str(error) else '='}{text}",)
         raise
-
-
-def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The description of a tokenizer without its path."""
-    return {key: value for key, value in tokenizer.describe().items() if key != "path"}

@@ -4,16 +4,18 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxtrain.data.reading.bad_records import Skipped
-from jaxtrain.data.reading.joined import Sliced, check_whole, in_store, prefetch
+from jaxtrain.data.reading.bad_records import FileError, Skipped
+from jaxtrain.data.reading.joined import Joined, Sliced, parts_of
 from jaxtrain.data.split import Stream, split
+from jaxtrain.data.stores.ranges import StoreArray
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.run import files
 
@@ -68,10 +70,10 @@ class Corpus:
             f"{self.source}, {len(self.validation):,} tokens held out"
         )
 
-    @property
+    @functools.cached_property
     def in_store(self) -> bool:
         """True if tokens are read from a store."""
-        return in_store(self.tokens)
+        return any(isinstance(part, StoreArray) for part in parts_of(self.tokens))
 
     def prefetch(self, ranges: Iterable[tuple[int, int]], is_needed: bool = True) -> None:
         """Begins to read ranges of tokens ahead that lie in a store. is_needed: they will be read
@@ -82,14 +84,25 @@ class Corpus:
                 first, before = merged.pop()
                 last = max(last, before)
             merged.append((first, last))
-        for first, last in merged:
-            prefetch(self.tokens, first, last, is_needed)
-            prefetch(self.mask, first, last, is_needed)
+        for (first, last), array in itertools.product(merged, (self.tokens, self.mask)):
+            places: Iterable[tuple[Any, int, int]] = (
+                array.places(first, last) if isinstance(array, Joined) else [(array, first, last)]
+            )
+            for part, begin, end in places:
+                if isinstance(part, StoreArray):
+                    part.prefetch(begin, end, is_needed)
 
     def check_whole(self) -> None:
-        """Raises FileError if a mapped file was cut short since it was opened."""
-        for array in (self.tokens, self.mask):
-            check_whole(array)
+        """Raises FileError if a mapped file was cut short since it was opened. Reading the missing
+        part of the map would kill the process without a message."""
+        for part in [*parts_of(self.tokens), *parts_of(self.mask)]:
+            if isinstance(part, np.memmap):
+                file: Any = part.base
+                if file.size() < part.offset + part.nbytes:
+                    raise FileError(
+                        f"{part.filename}: the file was cut short while it was in use, and "
+                        f"{file.size():,} bytes are left: put it back as it was, and start again"
+                    )
 
 
 def bigram_entropy(corpus: Corpus) -> float | None:

@@ -84,8 +84,8 @@ class Sequences:
         padded: bool = False,
         packing: str = "stream",
     ):
-        self._corpus, self.stream = corpus, stream
-        self._length, self._across = sequence_length, attend_across_documents
+        self.corpus, self.stream = corpus, stream
+        self.length, self._across = sequence_length, attend_across_documents
         self._tokens, self._documents = view(corpus.tokens), view(corpus.documents)
         self._mask = view(corpus.mask)
         self.packing: StreamPacking | BestFit = (
@@ -98,7 +98,7 @@ class Sequences:
         return int(self.packing.firsts[-1])
 
     def __getitem__(self, s: int) -> SequenceArrays:
-        return self._sequence(self.ranges(s))
+        return self.read(self.ranges(s))
 
     def ranges(self, s: int) -> list[tuple[int, int]]:
         """The ranges of the corpus with the tokens of a sequence, at most T + 1 of them."""
@@ -106,29 +106,21 @@ class Sequences:
             raise IndexError(f"sequence {s} of {len(self)}")
         return self.stream.in_corpus(self.packing.ranges(s))
 
-    def prefetch(self, s: int) -> None:
-        """Begins to read a sequence that lies in a store."""
-        if self._corpus.in_store:
-            self._corpus.prefetch(self.ranges(s))
-
-    def empty(self) -> SequenceArrays:
-        """A sequence of padding: all weights 0."""
-        return self._sequence([])
-
-    def _sequence(self, ranges: list[tuple[int, int]]) -> SequenceArrays:
-        """The sequence of at most T + 1 tokens, ranges of the corpus."""
-        window = np.zeros(self._length + 1, np.int32)
+    def read(self, ranges: list[tuple[int, int]]) -> SequenceArrays:
+        """The sequence of at most T + 1 tokens, ranges of the corpus; without any, all weights are
+        0."""
+        window = np.zeros(self.length + 1, np.int32)
         ids = read_ranges(self._tokens, ranges)
-        n, size = len(ids), self._corpus.tokenizer.vocab_size
+        n, size = len(ids), self.corpus.tokenizer.vocab_size
         if n and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             bad = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
             raise DataError(
-                f"data.source={self._corpus.source}: token {bad} is beyond the {size} ids of its "
+                f"data.source={self.corpus.source}: token {bad} is beyond the {size} ids of its "
                 "tokenizer, and was not when the corpus was prepared: remove "
-                f"{self._corpus.folder}, and it is prepared again"
+                f"{self.corpus.folder}, and it is prepared again"
             )
         window[:n] = ids
-        counts = np.zeros(self._length + 1, np.float32)
+        counts = np.zeros(self.length + 1, np.float32)
         counts[:n] = 1 if self._mask is None else read_ranges(self._mask, ranges)
         starts, begins = self._starts(ranges)
         # Where a part of a document follows on another text, its first token is only read: it is
@@ -138,7 +130,7 @@ class Sequences:
         if not self._across:
             starts[begins] = True
             starts[n : n + 1] = True  # of the padding
-            index = np.arange(self._length + 1, dtype=np.int32)
+            index = np.arange(self.length + 1, dtype=np.int32)
             arrays["weights"] = np.where(starts[1:], np.float32(0), arrays["weights"])
             arrays["segments"] = np.cumsum(starts, dtype=np.int32)[:-1]
             arrays["positions"] = (index - np.maximum.accumulate(np.where(starts, index, 0)))[:-1]
@@ -154,6 +146,6 @@ class Sequences:
         )
         inside = read_ranges(self._documents, [*zip(first, last, strict=True)])
         begins = np.cumsum(highs - lows) - (highs - lows)
-        starts = np.zeros(self._length + 1, bool)
+        starts = np.zeros(self.length + 1, bool)
         starts[inside + np.repeat(begins - lows, last - first)] = True
         return starts, begins

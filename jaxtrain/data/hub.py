@@ -93,7 +93,7 @@ def pinned(named: Repository, workdir: str) -> Repository:
         commit, since = match[1], f", as in {workdir}/{files.CONFIG_FILE}"
     else:
         ask = functools.partial(_library().HfApi().resolve_revision, uri.id, repo_type=uri.type)
-        commit, since = _patiently(named, lambda: ask(revision=uri.revision).resolved), ""
+        commit, since = _patiently(named, lambda: ask(revision=uri.revision)).resolved, ""
     uri = dataclasses.replace(uri, revision=commit)
     text = uri.to_uri().removeprefix(prefix)
     return Repository(named.setting, text, uri, f"{named.setting}={named.text} is {text}{since}")
@@ -124,9 +124,9 @@ def folder(named: Repository, names: tuple[str, ...]) -> pathlib.Path:
     named: at a commit
     """
     uri, patterns = named.uri, [*map(glob.escape, names)]
-    download = functools.partial(_library().snapshot_download, uri.id, repo_type=uri.type)
-    path = _patiently(named, lambda: download(revision=uri.revision, allow_patterns=patterns))
-    return pathlib.Path(path)
+    download = _library().snapshot_download
+    options = {"repo_type": uri.type, "revision": uri.revision, "allow_patterns": patterns}
+    return pathlib.Path(_patiently(named, lambda: download(uri.id, **options)))
 
 
 @functools.cache
@@ -138,11 +138,12 @@ def tree(named: Repository) -> dict[str, dict[str, Any]]:
     """
     uri, get = named.uri, _library().get_cached_repo_tree
     folder(named, ())  # lists the repository, and downloads nothing
-    entries = _patiently(named, lambda: get(uri.id, repo_type=uri.type, revision=uri.revision))
     address = dataclasses.replace(uri, path_in_repo="").to_uri()
     return {
         f"{address}/{entry.path}": {"size": entry.size, "blob_id": entry.blob_id}
-        for entry in entries
+        for entry in _patiently(
+            named, lambda: get(uri.id, repo_type=uri.type, revision=uri.revision)
+        )
     }
 
 
@@ -150,9 +151,9 @@ def filesystem() -> Any:
     """fsspec's file system of the hub's addresses."""
 
     class HubFiles(_library().HfFileSystem):  # type: ignore[misc]
-        def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any):
-            # without a block's size it would read far ahead, and with 0 it could not seek
-            return super()._open(path, mode, block_size or 1, **options)
+        def cat_file(self, path: str, start: int, end: int) -> bytes:
+            # one request: it would ask for a file's size first, and read far ahead
+            return super().cat_file(path, start, end, block_size=1, size=end)
 
     return HubFiles()
 
@@ -246,7 +247,11 @@ def refusal(named: Repository, error: Exception) -> StoreError:
     if status in (401, 403):
         text += ": set HF_TOKEN to one that may read it"
     passing = (httpx2.TransportError, StoreAwayError, ConnectionError, TimeoutError, RuntimeError)
-    passes = isinstance(cause, passing) or status in (408, 429) or status >= 500
-    passes |= getattr(cause, "errno", None) in files.TRANSIENT
-    passes |= type(cause) is OSError  # a file that is shorter than it should be
+    passes = (
+        isinstance(cause, passing)
+        or status in (408, 429)
+        or status >= 500
+        or getattr(cause, "errno", None) in files.TRANSIENT
+        or type(cause) is OSError  # a file that is shorter than it should be
+    )
     return (StoreAwayError if passes else StoreError)(text)

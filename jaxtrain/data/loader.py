@@ -31,7 +31,7 @@ from jaxtrain.data.batches import HeldOutBatches, TrainingBatches
 from jaxtrain.data.corpora import Corpora, prepare_all
 from jaxtrain.data.order import Draw
 from jaxtrain.data.row_log import RowLog
-from jaxtrain.data.stores.ranges import stop_reading_ahead
+from jaxtrain.data.stores.filesystem import given_up
 from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.devices import cluster
 
@@ -86,17 +86,13 @@ class Loader(Generic[Content]):
             raise ValueError(
                 f"{microbatches} microbatches do not divide data.batch_size={wrong.batch_size}"
             )
+        given_up.clear()
         self._places = functools.cache(
             lambda shape: _local_places(sharding, shape, independent_replicas)
         )
         self._threads = concurrent.futures.ThreadPoolExecutor(
             max(1, prefetch), thread_name_prefix="jaxtrain-batches"
         )
-
-    @property
-    def batches(self) -> int | None:
-        """The number of batches; None: without end."""
-        return self.content.batches
 
     def shape(self, span: Span | None = None) -> tuple[int, int, int]:
         """The shape of a span's batches; None: the first one's."""
@@ -107,16 +103,19 @@ class Loader(Generic[Content]):
         """Reads the batch with a number; the first one is 0."""
         return self.read(number)[1]
 
-    def read(self, number: int) -> tuple[dict[int, Draw | None], Batch]:
+    def read(self, number: int) -> tuple[dict[int, Draw], Batch]:
         """Reads the batch with a number. Returns two things: the sequence at each place of the
-        batch that this process has read (None: padding), and the batch."""
-        self.content.check_whole()
+        batch that this process has read, and the batch."""
+        for corpus in self.content.corpora.corpora:
+            corpus.check_whole()
         span = span_at(self.content.spans, number)
         places, at = self._places(self.shape(span))
         draws = {place: self.content.draw(number, place) for place in places}
-        self.content.prefetch([*filter(None, draws.values())])
-        padding = functools.cache(self.content.sequences(span).empty)
-        sequences = [draw.arrays() if draw else padding() for draw in draws.values()]
+        for draw in draws.values():
+            draw.sequences.corpus.prefetch(draw.ranges)
+        if isinstance(self.content, TrainingBatches):
+            self.content.read_ahead(draws.values())
+        sequences = [draw.arrays() for draw in draws.values()]
         return draws, {
             name: self._global_array([arrays[name] for arrays in sequences], span, at)
             for name in sequences[0]
@@ -128,7 +127,7 @@ class Loader(Generic[Content]):
 
         An error in a thread is raised here, at its batch.
         """
-        end = min((n for n in (stop, self.batches) if n is not None), default=sys.maxsize)
+        end = min((n for n in (stop, self.content.batches) if n is not None), default=sys.maxsize)
         numbers = iter(range(start, end))
         if not self._ahead:
             yield from (self._taken(number, *self.read(number)) for number in numbers)
@@ -147,7 +146,7 @@ class Loader(Generic[Content]):
 
     def close(self) -> None:
         """Ends the threads. Nothing can be iterated afterwards."""
-        stop_reading_ahead()
+        given_up.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> "Loader[Content]":
@@ -156,10 +155,9 @@ class Loader(Generic[Content]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _taken(self, number: int, draws: Mapping[int, Draw | None], batch: Batch) -> Batch:
+    def _taken(self, number: int, draws: Mapping[int, Draw], batch: Batch) -> Batch:
         if self._log:
-            # a padding's place has no sequence, and no log is kept of validation sets
-            self._log.write(number, {place: d.record() for place, d in draws.items() if d})
+            self._log.write(number, {place: draw.record() for place, draw in draws.items()})
         return batch
 
     def _global_array(

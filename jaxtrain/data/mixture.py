@@ -19,7 +19,6 @@ import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 
@@ -47,17 +46,10 @@ def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-class Table(NamedTuple):
-    """One period of a mixture. sources: [PARTS] uint16; before: [PARTS] uint16, the number of
-    earlier entries of the same source."""
-
-    sources: np.ndarray
-    before: np.ndarray
-
-
 @functools.lru_cache(64)
-def make_table(parts: tuple[int, ...]) -> Table:
-    """The table of weights as `in_parts` returns them."""
+def make_table(parts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The table of weights as `in_parts` returns them, one period of a mixture: [PARTS] uint16, the
+    source of each entry, and the number of earlier entries of the same source."""
     active = np.flatnonzero(parts)
     weights = np.array(parts)[active]
     unit = max(1, 2 * len(active) - 2)  # 1/δ
@@ -79,7 +71,7 @@ def make_table(parts: tuple[int, ...]) -> Table:
     sources = np.array(chosen, np.uint16)
     before = np.empty(PARTS, np.uint16)
     before[np.argsort(sources, kind="stable")] = number
-    return Table(sources, before)
+    return sources, before
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,14 +86,15 @@ class Segment:
     def draw(self, number: int) -> tuple[int, int]:
         """The source of a sequence, and the number of its sequences before this one."""
         periods, at = divmod(number - self.first, PARTS)
-        table = make_table(self.parts)
-        source = int(table.sources[at])
-        return source, self.counts[source] + periods * self.parts[source] + int(table.before[at])
+        sources, before = make_table(self.parts)
+        source = int(sources[at])
+        return source, self.counts[source] + periods * self.parts[source] + int(before[at])
 
     def counts_at(self, number: int) -> tuple[int, ...]:
         """The sequences of each source before this number."""
         periods, at = divmod(number - self.first, PARTS)
-        begun = np.bincount(make_table(self.parts).sources[:at], minlength=len(self.parts))
+        sources, _ = make_table(self.parts)
+        begun = np.bincount(sources[:at], minlength=len(self.parts))
         return tuple(
             count + periods * part + some
             for count, part, some in zip(self.counts, self.parts, begun.tolist(), strict=True)
@@ -111,5 +104,5 @@ class Segment:
         """The number after that of the sequence with which a source has `count`, more than before
         the segment."""
         periods, at = divmod(count - self.counts[source] - 1, self.parts[source])
-        places = np.flatnonzero(make_table(self.parts).sources == source)
+        places = np.flatnonzero(make_table(self.parts)[0] == source)
         return self.first + periods * PARTS + int(places[at]) + 1

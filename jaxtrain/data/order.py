@@ -32,22 +32,23 @@ class Draw(NamedTuple):
 
     source: its name; ordinal: the number of the source's sequences that come before it
     epoch: of the source; number: among `sequences`
+    ranges: those of the corpus with its tokens; of padding there are none
     """
 
     source: str
     ordinal: int
     epoch: int
-    sequences: Sequences
     number: int
+    ranges: list[tuple[int, int]]
+    sequences: Sequences
 
     def arrays(self) -> SequenceArrays:
         """The sequence, as in Sequences."""
-        return self.sequences[self.number]
+        return self.sequences.read(self.ranges)
 
     def record(self) -> ReadSequence:
         """What the row log says of it."""
-        ranges = self.sequences.ranges(self.number)
-        return ReadSequence(self.source, self.ordinal, self.epoch, self.number, ranges)
+        return ReadSequence(*self[:5])
 
 
 class Window(NamedTuple):
@@ -99,11 +100,6 @@ class EpochOrder:
             seed = int(mix(np.array([seed + (number << 32)], np.uint64))[0]) % 2**32
         return Window(int(places[number]), seed, inside, self._firsts[inside], offsets)
 
-    def sequence(self, epoch: int, place: int) -> int:
-        """The sequence at a place of an epoch."""
-        window = self.window(epoch, place)
-        return int(window.sequences([place - window.place])[0])
-
     def unread(self, epoch: int, place: int) -> Stream:
         """The tokens of the sequences from a place of an epoch on, and of none."""
         packing, stream = self.sequences.packing, self.sequences.stream
@@ -153,12 +149,14 @@ class Leg(NamedTuple):
 class Order:
     """The order of a source.
 
-    make: (sequence length, stream) → its sequences; None: those of the entire stream
+    make: (stream, sequence length) → its sequences; stream: all of the source's
     seed: `data.seed`; name: the source's, which has an order of its own
     """
 
-    def __init__(self, make: Callable[[int, Stream | None], Sequences], seed: int, name: str):
-        self._make, self._name = make, name
+    def __init__(
+        self, make: Callable[[Stream, int], Sequences], stream: Stream, seed: int, name: str
+    ):
+        self._make, self._stream, self._name = make, stream, name
         # Grain adds the epoch to its seed of 32 bits. A digest spreads the seeds, so that
         # neighbouring ones do not share epochs.
         text = f"{seed}{name and ' '}{name}"
@@ -168,23 +166,23 @@ class Order:
 
     @property
     def sequences(self) -> Sequences:
-        """Those of the entire stream, with the last length."""
-        return self._legs[-1].order.sequences
+        """Those of the entire stream, with the first length."""
+        return self._legs[0].order.sequences
 
     def cut(self, ordinal: int, length: int) -> None:
         """From an ordinal on, sequences have this length. Ordinals ascend from call to call."""
         if length == self._length:
             return
         self._length, epoch = length, 0
-        whole = EpochOrder(self._make(length, None), self._seed)
+        whole = EpochOrder(self._make(self._stream, length), self._seed)
+        # Of later legs nothing was read.
+        self._legs = [leg for leg in self._legs if leg.first < ordinal]
         if self._legs:
-            leg = self._leg(ordinal)
-            epoch, place = leg.place(ordinal)
-            self._legs = [each for each in self._legs if each.first < ordinal]
-            if place or leg.done:
-                unread = leg.order.unread(epoch, place)
-                rest = EpochOrder(self._make(length, unread), self._seed)
-                done = 1 - len(unread) / len(whole.sequences.stream)
+            epoch, place = self._legs[-1].place(ordinal)
+            if place:
+                unread = self._legs[-1].order.unread(epoch, place)
+                rest = EpochOrder(self._make(unread, length), self._seed)
+                done = 1 - len(unread) / len(self._stream)
                 if not rest.sequences.packing.repeated:
                     self._legs.append(Leg(ordinal, epoch, done, rest))
                     ordinal += len(rest.sequences)
@@ -195,8 +193,9 @@ class Order:
         """The sequence of an ordinal."""
         leg = self._leg(ordinal)
         epoch, place = leg.place(ordinal)
-        number = leg.order.sequence(epoch, place)
-        return Draw(self._name, ordinal, epoch, leg.order.sequences, number)
+        window, sequences = leg.order.window(epoch, place), leg.order.sequences
+        (number,) = window.sequences([place - window.place]).tolist()
+        return Draw(self._name, ordinal, epoch, number, sequences.ranges(number), sequences)
 
     def window(self, ordinal: int) -> tuple[list[tuple[int, int]], int]:
         """The ranges of the corpus with the tokens of the window in which an ordinal is, ascending,
@@ -212,11 +211,13 @@ class Order:
     def count_of(self, epochs: float) -> int:
         """The number of ordinals in a number of epochs."""
         begun = [leg for leg in self._legs if leg.epoch + leg.done <= epochs] or self._legs[:1]
-        leg = begun[-1]
+        leg, later = begun[-1], self._legs[len(begun) :]
         epoch, part = divmod(epochs - leg.epoch, 1)
         count = len(leg.order.sequences)
         inside = max(0.0, part - leg.done) / (1 - leg.done)
-        return leg.first + int(epoch) * count + int(inside * count)
+        ordinals = leg.first + int(epoch) * count + int(inside * count)
+        # The rest of an epoch is left out where it is too short for the next leg's sequences.
+        return min([ordinals, *(each.first for each in later[:1])])
 
     def _leg(self, ordinal: int) -> Leg:
         return next(leg for leg in reversed(self._legs) if leg.first <= ordinal)

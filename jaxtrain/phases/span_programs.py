@@ -8,7 +8,6 @@ share a program, and programs of neither the present nor the next span are dropp
 
 import concurrent.futures
 import dataclasses
-import itertools
 import threading
 
 import jax
@@ -35,7 +34,6 @@ class SpanPrograms:
         self.spans, self.first = spans(config), (config, step)
         self._config, self._step = config, step
         self._programs: dict[tuple[int, int], concurrent.futures.Future[Programs]] = {}
-        self._numbers = itertools.count(1)  # of the programs, for their barriers
 
     def start(
         self, batch: int, executor: concurrent.futures.Executor
@@ -43,48 +41,43 @@ class SpanPrograms:
         """Traces the programs of a batch, by its number, and compiles them on a thread of the
         executor."""
         span = span_at(self.spans, batch)
-        self.first = self._config_of(span), self._step_of(span)
+        self.first = config_of(self._config, span).resolve(), self._step_of(span)
         compiling = executor.submit(trace(self.first[1]))
         self._programs[span.shape] = compiling
         return compiling
 
     def of(self, span: Span) -> Programs:
-        """The programs of a span, for which it waits. Those of the next span begin to be
-        compiled."""
-        # That of the span before, or of `start`: what does not depend on a batch's shape is shared.
-        like = next(iter(self._programs.values())).result()
+        """The programs of a span, for which it waits, as all processes must. Those of the next span
+        begin to be compiled. Raises JaxRuntimeError in all processes if one cannot compile
+        them."""
         if span.shape not in self._programs:
-            self._compile(span, like)
+            # What does not depend on a batch's shape is that of `start`, or of the span before.
+            self._compile(span, next(iter(self._programs.values())).result())
         if not self._programs[span.shape].done():
             cluster.log(f"waiting for the program of {span.describe()}")
-        programs = self._programs[span.shape].result()
-        following = [each for each in self.spans if each.begin >= span.end][:1]
-        needed = [each.shape for each in (span, *following) if each.shape in self._programs]
-        self._programs = {shape: self._programs[shape] for shape in needed}
-        for each in following:
-            if each.shape not in self._programs:
-                self._compile(each, programs)
+        programs = cluster.in_all(self._programs[span.shape].result, jax.errors.JaxRuntimeError)
+        following = next((each for each in self.spans if each.begin >= span.end), span)
+        for shape in self._programs.keys() - {span.shape, following.shape}:
+            del self._programs[shape]
+        if following.shape not in self._programs:
+            self._compile(following, programs)
         return programs
 
     def _compile(self, span: Span, like: Programs) -> None:
         """Begins to trace and to compile the programs of a span in a thread."""
         compiling: concurrent.futures.Future[Programs] = concurrent.futures.Future()
         self._programs[span.shape] = compiling
-        name = f"step {next(self._numbers)}"
 
         def trace_and_compile() -> None:
             try:
                 with jax.set_mesh(self._step.mesh):
-                    compiling.set_result(trace(self._step_of(span), name, like)())
+                    compiling.set_result(trace(self._step_of(span), like)())
             except BaseException as error:  # raised where the programs are needed
                 cluster.log(f"warning: no program for {span.describe()}: {one_line(str(error))}")
                 compiling.set_exception(error)
 
         # A daemon: a run that stops does not wait for a program that it will not run.
-        threading.Thread(target=trace_and_compile, name=name, daemon=True).start()
-
-    def _config_of(self, span: Span) -> ResolvedConfig:
-        return config_of(self._config, span).resolve()
+        threading.Thread(target=trace_and_compile, name="compiling", daemon=True).start()
 
     def _step_of(self, span: Span) -> Step:
         data = self._config.data

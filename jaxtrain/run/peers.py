@@ -54,7 +54,7 @@ class Beat:
     step: the last finished one; phase: of the wall clock (wall_clock.Phase);
     own_s: seconds of its steps in which it did not await the devices, since it began;
     data_wait_s: those of own_s in which it waited for data;
-    excused: it waits for a store that does not answer (watchdog.excused).
+    excused: it waits for a store that does not answer (watchdog.excused); of process 0, any does.
     """
 
     step: int = 0

@@ -300,12 +300,14 @@ class Watchdog:
         )
 
     def _beat(self) -> Beat:
+        # the others know process 0 alone, so it says what any of them waits for
+        others = self._peers.peers.values() if self._peers.process == 0 else ()
         return Beat(
             self._patience.step,
             self._clock.current.phase.value,
             own_s=round(self._clock.spent(*HOST_STEPS), 4),
             data_wait_s=round(self._clock.spent(Phase.WAITING), 4),
-            excused=bool(_excused),
+            excused=bool(_excused) or any(peer.beat.excused for peer in others),
         )
 
     def _all(self) -> list[Peer]:

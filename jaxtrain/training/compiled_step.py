@@ -1,11 +1,10 @@
 """The programs of a step, compiled.
 
-`start_compiling` traces on the calling thread, which has the mesh, and compiles on another one, so
-that the run reads data and restores its state meanwhile. All processes compile at the same time and
-wait for each other without their devices (devices/cluster.py).
+`trace` traces on the calling thread, which has the mesh; what it returns compiles, on another one
+in a run, which reads data and restores its state meanwhile. All processes compile at the same time
+and wait for each other without their devices (devices/cluster.py).
 """
 
-import concurrent.futures
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -36,28 +35,20 @@ class Programs:
     several: CompiledSteps | None = None
 
 
-def start_compiling(
-    step: Step, executor: concurrent.futures.Executor
-) -> concurrent.futures.Future[Programs]:
-    """Traces the programs of a step; the future has them compiled."""
-    # Tracing needs the mesh and the main thread's context; compiling takes most of the time, and
-    # XLA leaves Python free meanwhile.
-    return executor.submit(trace(step))
+def trace(step: Step, like: Programs | None = None) -> Callable[[], Programs]:
+    """Traces the programs of a step, in a thread that has its mesh. The function compiles them: it
+    takes most of the time, and XLA leaves Python free meanwhile.
 
-
-def trace(step: Step, name: str = "step", like: Programs | None = None) -> Callable[[], Programs]:
-    """Traces the programs of a step, in a thread that has its mesh; the function compiles them.
-
-    name: of the step's program, used once
-    like: those of a step with batches of another shape, whose other programs serve this one, too
+    like: those of a step with batches of another shape, whose other programs serve this one, too.
+        Processes do not wait for each other then.
     """
-    train, shares = step.lower(), like is not None
-    exchange = step.exchange.lower(step.abstract_state()) if step.exchange and not shares else None
-    compile_streamed = step.streamed.lower() if step.streamed and not shares else None
+    train = step.lower()
+    exchange = step.exchange.lower(step.abstract_state()) if step.exchange and not like else None
+    compile_streamed = step.streamed.lower() if step.streamed and not like else None
 
     def compile_all() -> Programs:
         # The same order in all processes, for each name is a barrier.
-        compiled = cluster.compile_everywhere(name, train)
+        compiled = train.compile() if like else cluster.compile_everywhere("step", train)
         several = CompiledSteps(compiled, step.steps_per_program) if step.several else None
         take: Any = several.take if several else compiled
         if compile_streamed:

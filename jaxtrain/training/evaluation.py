@@ -1,7 +1,6 @@
 """The losses over held-out text."""
 
 import concurrent.futures
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,18 +10,6 @@ from jax.stages import Compiled, Wrapped
 
 from jaxtrain.devices import cluster
 from jaxtrain.runtime.runtime import Losses
-
-
-@dataclasses.dataclass(frozen=True)
-class ValidationLosses:
-    """Mean losses over weighted tokens, in nats; None and {} without such tokens.
-
-    mean: over what all sources hold out together, or, if they hold out nothing, all sets
-    by_set: name → that of a set; a run's only source has no name, and is not among them
-    """
-
-    mean: float | None
-    by_set: Mapping[str, float]
 
 
 class Evaluation:
@@ -58,18 +45,22 @@ class Evaluation:
         self._compiling = self._executor.submit(cluster.compile_everywhere, "evaluation", lowered)
         return self._compiling
 
-    def losses(self, params: dict) -> ValidationLosses:
-        """The losses of all sets with these parameters."""
+    def losses(self, params: dict) -> dict[str, float]:
+        """The mean losses over weighted tokens with these parameters, in nats: name → that of a
+        set, and "" → that over what all sources hold out together, or, if they hold out nothing,
+        over all sets. Sets without such tokens are left out."""
         of_batches = {
             name: self._dispatch(params, batches()) for name, batches in self._sets.items()
         }
         # From here on the host waits. After the first batch it has only dispatched.
-        means = {name: _mean(losses) for name, losses in of_batches.items()}
-        held_out = [losses for name, losses in of_batches.items() if name in self._sources]
-        mean = _mean([*itertools.chain(*held_out)])
-        if mean is None:
-            mean = _mean([*itertools.chain(*of_batches.values())])
-        return ValidationLosses(mean, {k: v for k, v in means.items() if k and v is not None})
+        weighted = {
+            name: losses
+            for name, losses in of_batches.items()
+            if any(float(batch.tokens) for batch in losses)
+        }
+        held_out = [losses for name, losses in weighted.items() if name in self._sources]
+        together = [*itertools.chain(*(held_out or weighted.values()))]
+        return {n: _mean(losses) for n, losses in ({"": together} | weighted).items() if losses}
 
     def _dispatch(self, params: dict, batches: Iterable[Mapping[str, jax.Array]]) -> list[Losses]:
         """The losses of batches, which the devices may still compute."""
@@ -87,9 +78,7 @@ class Evaluation:
         return losses
 
 
-def _mean(losses: Sequence[Losses]) -> float | None:
-    """The mean over all weighted tokens; None without any."""
+def _mean(losses: Sequence[Losses]) -> float:
+    """The mean over all weighted tokens."""
     tokens = [float(batch.tokens) for batch in losses]
-    if not sum(tokens):
-        return None
     return sum(float(batch.loss) * n for batch, n in zip(losses, tokens, strict=True)) / sum(tokens)

@@ -21,7 +21,6 @@ from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import STEPS, Phase, WallClock, start_line, start_record
-from jaxtrain.training.evaluation import ValidationLosses
 from jaxtrain.training.one_step import StepMetrics, combine_replicas
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
@@ -61,7 +60,7 @@ class Speedometer:
     Args:
       tokens_per_step: of all devices together.
       tokens_at_peak: tokens a second at which MFU is 1; None if the devices' peak is unknown.
-      start: the step that the run starts from.
+      start: the step from which batches have these tokens.
       clock: of the command.
     """
 
@@ -80,11 +79,6 @@ class Speedometer:
         """The mean over the steps since the last call."""
         return self._speed(self._timer.since_asked())
 
-    def enter(self, tokens_per_step: int, tokens_at_peak: float | None, step: int) -> None:
-        """Goes on with other batches after a step."""
-        self._tokens_per_step, self._tokens_at_peak = tokens_per_step, tokens_at_peak
-        self.restart(step)
-
     def _speed(self, seconds: float) -> dict[str, float | None]:
         tokens_per_s = self._tokens_per_step / seconds
         mfu = tokens_per_s / self._tokens_at_peak if self._tokens_at_peak else None
@@ -101,7 +95,8 @@ class Reporter:
     combine_metrics: as in Step.
     detector: checks every step's numbers; raises NumbersError, or sets the fault for which the run
         goes back.
-    speedometer, progress, log: get every step, the log those that are due.
+    speedometer, progress, log: get every step, the log those that are due. Batches of other tokens
+        have a speedometer of their own.
     goodput: of the run; the first reported step ends the start, whose seconds are shown and logged.
     stragglers: of process 0.
     speculation: is told of every step, where a program has several.
@@ -147,13 +142,13 @@ class Reporter:
         steps, self._pending = self._pending, ()
         return self._report_all(steps, together=True, stopping=stopping)
 
-    def validation(self, at: int, losses: ValidationLosses) -> None:
-        """Logs and shows validation losses in nats a token, if there are any."""
-        if losses.mean is not None:
-            of_sets = {f"{VALIDATION_LOSS}/{name}": loss for name, loss in losses.by_set.items()}
-            self.log.write(at, **{VALIDATION_LOSS: losses.mean}, **of_sets)
-            sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.by_set.items())
-            line = METRICS[VALIDATION_LOSS].line(losses.mean)
+    def validation(self, at: int, losses: Mapping[str, float]) -> None:
+        """Logs and shows validation losses, as of Evaluation.losses, if there are any."""
+        if losses:
+            named = {f"{VALIDATION_LOSS}/{name}".strip("/"): loss for name, loss in losses.items()}
+            self.log.write(at, **named)
+            sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name)
+            line = METRICS[VALIDATION_LOSS].line(losses[""])
             self.progress.log(f"step {at}: {line}{sets and f' ({sets})'}")
 
     def saves(self, figures: Mapping[int, Mapping[str, float]]) -> None:

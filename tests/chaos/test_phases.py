@@ -85,3 +85,11 @@ def test_a_roll_back_goes_on_in_the_phase_of_its_batch(folder):
         # all tokens but those after the end of a document
         assert 0.9 < counted / span_at(all_spans, batch).batch_tokens <= 1
         assert tokens == span_at(all_spans, step - 1).tokens_before(step)
+
+
+def test_batches_of_another_shape_begin_with_a_save(folder):
+    """Their program may not fit. A phase of the same shape needs none."""
+    workdir = folder / "saved"
+    phases = "long.step=3,long.sequence_length=64,last.step=5,last.learning_rate_end=0"
+    runs.train(workdir, *settings(train__steps=6, train__phases=phases, checkpoint__every=0))
+    assert runs.checkpoints(workdir) == [3, 6]

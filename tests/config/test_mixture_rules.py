@@ -30,9 +30,9 @@ def error_of(changes):
         ((WEB, f"web={__file__}"), "names a setting twice"),
         ((WEB, "web.packing=fit"), "has 'web.packing=fit', and data.packing='fit' is unknown"),
         ((WEB, "web.validation_fraction=2"), "data.validation_fraction=2.0 must be at least 0"),
-        ((WEB, "web.loss_mask=text"), "has web, and its data.loss_mask=('text',) names all of"),
-        (("web=no.txt",), "has web, and its data.source='no.txt' is neither 'stdlib' nor an"),
-        ((WEB, "web.tokenizer=a"), "has web, and its data.tokenizer='a' is neither 'bytes' nor"),
+        ((WEB, "web.loss_mask=text"), "makes data.loss_mask=('text',), which names all of"),
+        (("web=no.txt",), "makes data.source='no.txt', which is neither 'stdlib' nor an"),
+        ((WEB, "web.tokenizer=a"), "makes data.tokenizer='a', which is neither 'bytes' nor"),
     ],
 )
 def test_an_item_that_breaks_a_rule_is_named(path, items, rule):
@@ -66,6 +66,12 @@ def test_settings_of_the_mixture(item, rule):
     assert error_of({"data.sources": (WEB, "web.weight=0.5", "web.epochs=2")})[1] is None
     text = f"{error_of({'data.validation': (WEB, item)})[1]}"
     assert f"has '{item}', whose setting is none of tokenizer" in text
+
+
+@pytest.mark.parametrize("weight", ["many", "nan", "0"])
+def test_weights_are_checked_before_those_of_phases(weight):
+    settings = {"data.sources": (WEB, f"web.weight={weight}"), "train.phases": ("a.step=9",)}
+    assert error_of(settings)[1].field == "data.sources"
 
 
 def test_a_set_may_not_have_the_name_of_a_source():

@@ -138,6 +138,12 @@ def test_the_order_does_not_depend_on_the_folder(write, tmp_path):
     assert names_of("z/y/other crawl") == [f"z/y/other {name}" for name in before]
 
 
+def test_the_current_folder_is_a_source(write):
+    write("d/a.txt")
+    assert names_of(".") == ["d/a.txt"]
+    sources.check("/")
+
+
 def test_names_that_are_no_patterns(write):
     """A path that exists is itself, and so is its beginning."""
     write("a[1].txt", "a1.txt", "what?/b c.txt", "what?/d.md", "whats/b c.txt")
@@ -327,10 +333,7 @@ def test_saved_datasets_have_the_order_of_their_state(write, tmp_path, monkeypat
     assert names_of("d/**/*.arrow") == ["d/one/b.arrow", "d/two/a.arrow", "d/two/z.arrow"]
     write("d/one/stray.arrow", "d/one/notes.txt")
     assert names_of("d/one") == ["d/one/b.arrow"]
-    assert sources.find("d/one").lines() == [
-        "data.source=d/one: read 1 .arrow",
-        "  not named by a state.json, and left out: stray.arrow",
-    ]
+    assert sources.find("d/one").lines() == ["data.source=d/one: read 1 .arrow"]
     write("cache/imdb-train.arrow", "cache/dataset_info.json")
     assert names_of("cache") == ["cache/imdb-train.arrow"]
 

@@ -75,15 +75,14 @@ def test_records_are_documents(write_records, records, options):
     assert texts(path.with_name("b.array_record.gz")) == ["a漢", "b", "c\n"]
 
 
-def test_what_the_records_are_is_said(write_records, config, capsys):
+def test_fields_of_records(write_records, config):
     path = write_records(example(text=b"ab", title=b"T"), example(text=b"c", title=b"U"))
     corpus = prepare(config(source=path, text_fields=("title", "text"), loss_mask=("title",)), 257)
-    assert f"{path}: its records are tf.Example messages\n" in capsys.readouterr().out
     assert corpus.tokens.tolist() == [*b"Tab", 256, *b"Uc", 256]
     assert corpus.mask.tolist() == [0, 1, 1, 1, 0, 1, 1]
     path = write_records("plain", name="b.array_record")
-    with pytest.raises(DataError, match="record 1: plain text, which has no fields that data.loss"):
-        prepare(config(source=path, text_fields=("text",), loss_mask=("text",)), 257)
+    with pytest.raises(DataError, match=r"no field 'body' .*use --config.data.text_fields=text$"):
+        prepare(config(source=path, text_fields=("body",)), 257)
     with pytest.raises(DataError, match="data.tokenizer=none is for token files, and"):
         prepare(config(source=path, tokenizer="none"), 257)
 
@@ -104,10 +103,16 @@ def test_bad_records(write_records):
     assert texts(path, skipped=(skipped := Skipped())) == ["good", "good"] and skipped.count == 1
 
 
+def test_a_shard_without_records_is_empty(write_records):
+    path = write_records('{"body": "a"}', name="0.array_record")
+    write_records(name="1.array_record")
+    assert texts(path, ("body",)) == texts(path.parent / "*", ("body",)) == ["a"]
+
+
 def test_fields_that_fit_are_named(write_records):
     path = write_records(example(body=b"long", image=b"\xff\xfe"))
     assert failure(path).endswith("use --config.data.text_fields=body")
-    assert "field 'image' is bytes that are not UTF-8, not text" in failure(path, ("image",))
+    assert "field 'image' is bytes, not text" in failure(path, ("image",))
 
 
 def test_a_damaged_file_loses_its_rest(write_records):

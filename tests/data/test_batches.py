@@ -195,6 +195,16 @@ def test_the_past_of_a_mixture(files):
     assert history(1.0, (0.7, 0.3, 0.0)) == [(0, in_parts([0.7, 0.3]))]
 
 
+def test_remarks_are_about_the_first_batches(files):
+    """Also once the sizes of later ones are known."""
+    weights = (0.7, 0.2, 0.1)
+    later = span_of(weights, begin=10, length=4096, rows=80, tokens=640)
+    batches = TrainingBatches(corpora_of(files, weights), [span_of(weights, end=10), later])
+    assert batches.draw(20, 0).arrays()["tokens"].shape == (4096,) and not batches.remarks()
+    alone = TrainingBatches(batches.corpora, [span_of(weights, length=4096)])
+    assert "data.sources.wiki: its train split has " in alone.remarks()[-1]
+
+
 def test_a_batch_in_words_names_its_sources(files):
     weights = (0.7, 0.2, 0.1)
     text = TrainingBatches(corpora_of(files, weights), [span_of(weights)]).describe(3)

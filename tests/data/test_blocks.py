@@ -47,6 +47,9 @@ def test_least_recently_used_blocks_go_first(tmp_path):
     ]
     assert stored.read(2, 1, 0, 1000) == content(2, 1)
     assert size(tmp_path) <= 3 * (1000 + RECORD.itemsize)
+    for number in range(20):
+        put(stored, 3, number)
+        assert stored.read(3, number, 0, 9) and len(stored._checked) <= 4
 
 
 def test_another_start_finds_them_and_a_smaller_bound_is_kept(tmp_path):

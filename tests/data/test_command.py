@@ -157,7 +157,7 @@ def test_control_characters_and_marks_are_visible(recipe, capsys, tokenizer_file
         (
             ["prepare", "--config=recipe.py", "--config.data.sources.web.filter=absent.py:keep"],
             "data.sources=('web=web.jsonl', 'web.filter=absent.py:keep', 'code=code', "
-            "'code.weight=0.25') has web, and its data.filter='absent.py:keep' names no file:",
+            "'code.weight=0.25') makes data.filter='absent.py:keep', which names no file:",
         ),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",

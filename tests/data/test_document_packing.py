@@ -110,10 +110,10 @@ def test_types_and_lengths(across):
     kinds = {"tokens": np.int32, "targets": np.int32, "weights": np.float32} | (
         {} if across else {"segments": np.int32, "positions": np.int32}
     )
-    for sequence in (sequences[0], sequences.empty()):
+    for sequence in (sequences[0], sequences.read([])):
         assert {name: array.dtype for name, array in sequence.items()} == kinds
         assert {array.shape for array in sequence.values()} == {(10,)}
-    assert not sequences.empty()["weights"].any()
+    assert not sequences.read([])["weights"].any()
 
 
 @pytest.mark.parametrize("across", [True, False])

@@ -260,7 +260,7 @@ def test_parquet_errors_name_file_and_row(parquet, write):
         "--config.data.text_fields=text"
     )
     assert (
-        failure(path, fields=("id",)) == f"{path}: row 1: field 'id' is int64, not text: use "
+        failure(path, fields=("id",)) == f"{path}: row 1: field 'id' is a number, not text: use "
         "--config.data.text_fields=text"
     )
     damaged = write("b.parquet", path.read_bytes()[:-20])

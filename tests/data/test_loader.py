@@ -66,7 +66,7 @@ def index(loader, i):
 
 def epoch_of(loader):
     """The number of sequences in an epoch."""
-    return len(loader.content.sequences(loader.content.spans[0]))
+    return len(loader.content.draw(0, 0).sequences)
 
 
 def flat(batch):
@@ -159,13 +159,13 @@ def test_sharded_over_microbatches_too(config, corpus):
 def test_threads_change_nothing(config, corpus, prefetch, monkeypatch):
     with load(corpus, config(), "train", sharding()) as reference:
         expected = [flat(reference.batch(step)) for step in range(12)]
-    read = Sequences.__getitem__
+    read = Sequences.ranges
 
     def uneven(sequences, r):
         time.sleep(0.003 * (r % 3))
         return read(sequences, r)
 
-    monkeypatch.setattr(Sequences, "__getitem__", uneven)
+    monkeypatch.setattr(Sequences, "ranges", uneven)
     with load(corpus, config(prefetch=prefetch), "train", sharding(data=2)) as loader:
         for batch, sequences in zip(loader.iterate(0, 12), expected, strict=True):
             same(flat(batch), sequences)
@@ -228,9 +228,9 @@ def test_golden_order(config, write):
 
 
 def test_each_sequence_is_read_once(config, corpus, monkeypatch):
-    read, seen = Sequences.__getitem__, []
+    read, seen = Sequences.ranges, []
     monkeypatch.setattr(
-        Sequences, "__getitem__", lambda sequences, r: seen.append(r) or read(sequences, r)
+        Sequences, "ranges", lambda sequences, r: seen.append(r) or read(sequences, r)
     )
     with load(
         corpus,
@@ -251,13 +251,13 @@ def test_only_the_sequences_of_this_process(config, corpus, monkeypatch):
         for device, index in whole.addressable_devices_indices_map((2, 4, LENGTH)).items()
         if device.id >= 4
     }
-    read, seen = Sequences.__getitem__, []
+    read, seen = Sequences.ranges, []
     with load(corpus, config(), "train", whole, 2) as loader:
         everything = [r for i in range(BATCH) for r in [index(loader, i)]]
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", lambda *_: mine)
     with load(corpus, config(), "train", whole, 2) as loader:
         monkeypatch.setattr(
-            Sequences, "__getitem__", lambda sequences, r: seen.append(r) or read(sequences, r)
+            Sequences, "ranges", lambda sequences, r: seen.append(r) or read(sequences, r)
         )
         monkeypatch.setattr(
             jax,
@@ -355,8 +355,8 @@ data = types.SimpleNamespace(
     duplicates="keep",
 )
 corpus = tokens.prepare(data, 257, progress=False)
-read, seen = document_packing.Sequences.__getitem__, []
-document_packing.Sequences.__getitem__ = lambda sequences, r: seen.append(r) or read(sequences, r)
+read, seen = document_packing.Sequences.ranges, []
+document_packing.Sequences.ranges = lambda sequences, r: seen.append(r) or read(sequences, r)
 mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
 corpora = Corpora((MixtureSource("", data),), (corpus,))
@@ -404,24 +404,24 @@ def test_two_processes(config, corpus, tmp_path, start_python):
 def test_validation_is_read_once_in_order(config, corpus, layout):
     sequences = Sequences(corpus, corpus.validation, LENGTH, padded=True)
     with load(corpus, config(), "validation", sharding(**layout)) as loader:
-        assert loader.batches == -(-len(sequences) // BATCH) and len(sequences) % BATCH
+        assert loader.content.batches == -(-len(sequences) // BATCH) and len(sequences) % BATCH
         batches = [flat(batch) for batch in loader.iterate()]
         again = [flat(batch) for batch in loader.iterate()]
-    assert len(batches) == loader.batches
+    assert len(batches) == loader.content.batches
     for step, batch in enumerate(batches):
         same(batch, again[step])
         for i in range(BATCH):
             r = step * BATCH + i
             same(
                 {name: array[i] for name, array in batch.items()},
-                sequences[r] if r < len(sequences) else sequences.empty(),
+                sequences[r] if r < len(sequences) else sequences.read([]),
             )
     counted = sum(batch["weights"].sum() for batch in batches)
     assert (
         counted == corpus.validation.read(np.asarray(corpus.mask), 1, len(corpus.validation)).sum()
     )
     with pytest.raises(IndexError):
-        loader.batch(loader.batches)
+        loader.batch(loader.content.batches)
 
 
 def test_part_of_the_validation_split(config, corpus):
@@ -433,7 +433,7 @@ def test_part_of_the_validation_split(config, corpus):
     found = [index[sequence.tobytes()] for sequence in batches[0]["tokens"]]
     assert found == sorted(set(found)) and found[0] == 0 and found[-1] >= len(sequences) * 3 // 4
     with load(corpus, config(), "validation", sharding(), batches=10**6) as loader:
-        assert loader.batches == -(-len(sequences) // BATCH)
+        assert loader.content.batches == -(-len(sequences) // BATCH)
 
 
 def test_validation_smaller_than_a_sequence(config, write):
@@ -446,7 +446,7 @@ def test_validation_smaller_than_a_sequence(config, write):
     assert batch["weights"].sum() == 4 and batch["weights"][0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     corpus = prepare(config(source=corpus.source, validation_fraction=0.0), 257, progress=False)
     with load(corpus, config(), "validation", sharding()) as loader:
-        assert loader.batches == 0 and list(loader.iterate()) == []
+        assert loader.content.batches == 0 and list(loader.iterate()) == []
 
 
 # ---- errors, threads, the rest
@@ -458,7 +458,7 @@ def test_too_little_text(config, write):
     )
     with load(corpus, config(), "train", sharding()) as loader:  # 8 tokens, and 9 are needed
         few = (
-            "corpus: the train split has 8 tokens, and data.sequence_length=8 takes 9: its "
+            "data.source: its train split has 8 tokens, and data.sequence_length=8 takes 9: its "
             "documents repeat within a sequence"
         )
         assert epoch_of(loader) == 1 and loader.content.remarks() == [few]
@@ -467,7 +467,7 @@ def test_too_little_text(config, write):
             assert flat(batch)["targets"].tolist() == [[*b"bcdefg", 256, 97]] * BATCH
     with load(corpus, config(sequence_length=7), "train", sharding()) as loader:
         few = (
-            "corpus: the train split has 8 tokens, which are 1 sequence of 7, and "
+            "data.source: its train split has 8 tokens, which are 1 sequence of 7, and "
             "data.batch_size=8: they repeat within a batch"
         )
         assert epoch_of(loader) == 1 and loader.content.remarks() == [few]
@@ -545,12 +545,14 @@ def test_wrong_arguments(config, corpus):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("jaxtrain-")]
+    """The threads of loaders; those that ask stores are there for the whole process."""
+    names = ("jaxtrain-batches", "jaxtrain-encode")
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_errors_surface_at_their_batch(config, corpus, monkeypatch, prefetch):
-    read, count = Sequences.__getitem__, []
+    read, count = Sequences.ranges, []
 
     def failing(sequences, r):
         count.append(r)
@@ -560,7 +562,7 @@ def test_errors_surface_at_their_batch(config, corpus, monkeypatch, prefetch):
 
     with load(corpus, config(prefetch=prefetch), "train", sharding()) as loader:
         bad = index(loader, 2 * BATCH + 3)
-        monkeypatch.setattr(document_packing.Sequences, "__getitem__", failing)
+        monkeypatch.setattr(document_packing.Sequences, "ranges", failing)
         batches = loader.iterate(0)
         next(batches), next(batches)
         with pytest.raises(OSError, match="the disk is gone"):

@@ -27,10 +27,8 @@ def corpus_of(tokens, documents=40, seed=0):
 
 def order_of(corpus, seed=0, name="", fraction=0.1, packing="stream"):
     stream = split(corpus.documents, fraction)[0]
-    make = lambda length, rest: Sequences(
-        corpus, stream if rest is None else rest, length, False, packing=packing
-    )
-    return Order(make, seed, name), stream
+    make = lambda of, length: Sequences(corpus, of, length, False, packing=packing)
+    return Order(make, stream, seed, name), stream
 
 
 @pytest.fixture(params=[(1 << 20, 64), (64, 16), (600, 2)], ids=str)
@@ -107,6 +105,31 @@ def test_changes_of_length_repeat_and_pass_over_no_token(sizes, seed, packing, t
         assert len(tokens) == len({*tokens}) and {*tokens} <= every, epoch
         if epoch < len(epochs) - 1:
             assert len(every) - len(tokens) < (64 if packing == "stream" else 1), epoch
+
+
+def test_a_length_with_which_nothing_was_read_leaves_the_rest_of_an_epoch():
+    """The rest is too short for the length between."""
+    made, stream = order_of(corpus_of(200), fraction=0.0)
+    made.cut(0, 16)
+    last = len(made.sequences) - 1
+    (rest,) = made.at(last).ranges
+    made.cut(last, 64)
+    assert made.at(last).epoch == 1
+    made.cut(last, 4)
+    count = made.count_of(1) - last
+    assert count >= 4 and [made.at(last + count + i).epoch for i in (-1, 0)] == [0, 1]
+    first, *_ = sorted(each for i in range(count) for each in made.at(last + i).ranges)
+    assert first[0] == rest[0]
+    made.cut(last + count, 8)  # exactly at the end of the rest
+    assert made.at(last + count).epoch == 1 and len(stream) == 200
+
+
+def test_a_rest_that_is_left_out_ends_its_epoch():
+    made, _ = order_of(corpus_of(40), fraction=0.0)
+    made.cut(0, 4)
+    assert made.count_of(0.5) == 4
+    made.cut(2, 38)
+    assert made.at(2).epoch == 1 and [made.count_of(n) for n in (0.1, 0.5, 1, 2)] == [0, 2, 2, 3]
 
 
 def test_counts_of_epochs():

@@ -1,6 +1,7 @@
 """Sources in a store: as files of fsspec's memory in place of one, and, against a real
 S3-compatible server behind a proxy that delays and fails, by the full suite."""
 
+import concurrent.futures
 import gzip
 import hashlib
 import io
@@ -27,8 +28,6 @@ from jaxtrain.data.corpora import prepare_all
 from jaxtrain.data.errors import StoreAwayError, StoreError
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.data.stores import blocks, filesystem, listing, ranges
-from jaxtrain.data.stores.filesystem import Protocol
-from jaxtrain.data.stores.ranges import stop_reading_ahead
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import watchdog
 
@@ -40,13 +39,13 @@ TEXTS = [f"document {n}: {'word ' * (n % 40)}" for n in range(300)]
 def store(monkeypatch):
     """A store in this process's memory. Its requests are counted, and fail while `problem` is
     set."""
-    monkeypatch.setitem(filesystem.PROTOCOLS, "memory", Protocol("memory"))
     monkeypatch.setitem(addresses.PACKAGES, "memory", "fsspec")
     monkeypatch.setattr(filesystem, "WAITS_S", (0.01,))
     memory = filesystem.filesystem(STORE)
     memory.store.clear()
     cat_file, find = memory.cat_file, memory.find
     memory.problem, memory.asked = None, []
+    filesystem.given_up.clear()  # as a loader does that begins
 
     def asked(function):
         def ask(path, **options):
@@ -175,6 +174,9 @@ def test_megatron_files_and_several_token_files(config, store, tmp_path):
     assert far.checksum == near.checksum and far.documents.tolist() == near.documents.tolist()
     assert far.tokens[2:9].tolist() == near.tokens[2:9].tolist() == [3, 4, 5, 6, 5, 6, 4]
     far.prefetch([(0, 12)])
+    for name in ("a.bin", "a.idx"):  # one file has its index, too
+        one = prepare(config(source=f"{STORE}/tokens/{name}"), 257, progress=False)
+        assert one.documents.tolist() == [0, 4, 6]
     # both tokens.bin have the same version, and are two files of the cache all the same
     assert sorted(path.name for path in far.folder.iterdir()) == ["corpus.json", "documents.bin"]
 
@@ -226,13 +228,33 @@ def test_windows_are_read_ahead(store, tmp_path, monkeypatch):
     store.asked.clear()
     for batch in range(55):  # nearly an epoch
         draws = [far.draw(batch, place) for place in range(16)]
-        far.prefetch(draws)
+        for draw in draws:
+            draw.sequences.corpus.prefetch(draw.ranges)
+        far.read_ahead(draws)
         for place, draw in enumerate(draws):
             expected = near.draw(batch, place).arrays()
             assert all(np.array_equal(draw.arrays()[name], expected[name]) for name in expected)
-    stop_reading_ahead()
+    filesystem.given_up.set()
     asked = sum(each["end"] - each["start"] for _, each in store.asked if "start" in each)
     assert asked < 1.5 * ids.nbytes
+
+
+def test_what_no_wait_mends():
+    class HttpError(Exception):
+        __module__, code = "gcsfs.retry", 401
+
+    lasting = (
+        PermissionError("Access Denied"),
+        OSError("Forbidden: b/bucket/o\nno access"),  # as gcsfs raises them
+        ValueError("Bad Request: b/bucket/o\ninvalid"),
+        HttpError("Invalid Credentials, 401"),
+    )
+    for error in lasting:
+        assert type(filesystem.refusal("gs://bucket/a", error)) is StoreError
+    HttpError.code = 503
+    for error in (HttpError("Backend Error, 503"), TimeoutError()):
+        assert type(filesystem.refusal("gs://bucket/a", error)) is StoreAwayError
+    assert filesystem.refusal("gs://bucket/a", ValueError("a fault of ours")) is None
 
 
 def test_an_outage_is_waited_out(store, tmp_path, capsys):
@@ -256,6 +278,26 @@ def test_an_outage_is_waited_out(store, tmp_path, capsys):
     assert told[1].startswith("the store has answered, after ") and excused == [file.path]
     assert not watchdog._excused
     timer.join()
+
+
+def test_nobody_waits_for_a_store_at_the_end(store, tmp_path, monkeypatch):
+    """A loader that is closed in an outage would wait for its threads, as long as the outage."""
+    (file,) = listing.find(put(store, "a.bin", b"content")).files
+    stored = ranges.StoreFile(file, blocks.BlockCache(tmp_path, 1e9))
+    monkeypatch.setattr(filesystem, "WAITS_S", (60.0,))
+    store.problem = ConnectionError("no route to the store")
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        reading, end = threads.submit(stored.read, 0, 7), time.monotonic() + 20
+        while not watchdog._excused:
+            assert time.monotonic() < end, "nothing waits"
+            time.sleep(0.01)
+        began = time.monotonic()
+        filesystem.given_up.set()
+        with pytest.raises(StoreAwayError):
+            reading.result()
+    assert time.monotonic() - began < 20
+    store.problem = None
+    assert stored.read(0, 7) == b"content"
 
 
 def test_streams(store):
@@ -294,12 +336,17 @@ def test_a_prepared_corpus_is_a_source(config, store, tmp_path, place):
     again = prepare(config(source=name, **other), 257, progress=False)
     assert again.prepared == corpus.prepared
 
+    info = json.loads((first.folder / "corpus.json").read_text())
     with pytest.raises(DataError, match="data.tokenizer=none is not the tokenizer with which"):
         prepare(config(source=name, tokenizer="none", **other), 257, progress=False)
     for file, content, message in (
         ("tokens.bin", b"12", "tokens.bin: has 2 bytes, and by corpus.json"),
         ("documents.bin", b"1" * 8 * len(first.documents), "documents.bin: damaged: its checksum"),
         ("corpus.json", b"[]", "corpus.json: not the description of a prepared corpus"),
+        *(
+            ("corpus.json", json.dumps(info | changes).encode(), "corpus.json: not the description")
+            for changes in ({"tokenizer": {}}, {"tokens": [1]}, {"documents": float("inf")})
+        ),
     ):
         if place == "store":
             put(store, f"copy/{file}", content)

@@ -152,15 +152,15 @@ DAMAGE = {
     "text": (damage_index(lambda b: b"hello, world\n" * 20), "begins with b'hello, wo'"),
     "cut": (damage_index(lambda b: b[:-1]), "141 bytes for 5 sequences and 6 bounds"),
     "cut in the header": (damage_index(lambda b: b[:20]), "not the index of a Megatron"),
-    "longer": (damage_index(lambda b: b + b"x"), "cut short or damaged"),
-    "modes": (damage_index(lambda b: b + b"\0" * 5), "write it without images"),
+    "longer": (damage_index(lambda b: b + b"x"), "cut short, damaged, or"),
+    "modes": (damage_index(lambda b: b + b"\0" * 5), "cut short, damaged, or has images"),
     "version": (damage_index(patched(9, "<Q", 2)), "an index of version 2"),
     "floats": (damage_index(patched(17, "<B", 7)), "for ids of type 7"),
     "no type": (damage_index(patched(17, "<B", 99)), "for ids of type 99"),
     "wider": (damage_index(patched(17, "<B", 4)), "sequence 1 has 1 tokens from byte 6 on"),
     "2^63 sequences": (damage_index(patched(18, "<Q", 2**63)), "9,223,372,036,854,775,808 seq"),
-    "2^63 bounds": (damage_index(patched(26, "<Q", 2**63)), "it is cut short or damaged"),
-    "no sequences": (damage_index(patched(18, "<Q", 0)), "it is cut short or damaged"),
+    "2^63 bounds": (damage_index(patched(26, "<Q", 2**63)), "it is cut short, damaged, or"),
+    "no sequences": (damage_index(patched(18, "<Q", 0)), "it is cut short, damaged, or"),
     "a negative length": (damage_index(patched(N, "<i", -1)), "sequence 0 has -1 tokens"),
     "a long length": (damage_index(patched(N + 8, "<i", 2**31 - 1)), "sequence 2 has 2,147,483,"),
     "a pointer outside": (damage_index(patched(62, "<q", 10**6)), "sequence 1 has 1 tokens from b"),
@@ -173,7 +173,7 @@ DAMAGE = {
     "a shorter .bin": (lambda path: os.truncate(path, 10), "sequence 3 has 1 tokens from byte 10"),
     "a longer .bin": (
         lambda path: path.write_bytes(path.read_bytes() + b"ab"),
-        "sequence 4, the last one, ends at byte 16, and ",
+        "sequence 4 has 2 tokens from byte 12 on, and the one before ends at byte 12 of the 18",
     ),
     "half an id": (lambda path: os.truncate(path, 11), "11 bytes are no whole number of tokens of"),
     "an empty .bin": (lambda path: os.truncate(path, 0), "the file is empty"),
@@ -197,3 +197,17 @@ def test_the_index_of_another_file(config, tmp_path):
     other = write_pair(tmp_path / "b", [[1, 2], [3, 4], [5]])
     os.rename(other.with_suffix(".idx"), path.with_suffix(".idx"))
     assert failure(config(source=path)).startswith(f"{tmp_path}/a.idx: sequence 2 has 1 tokens")
+
+
+@pytest.mark.parametrize("size", [60, 64, 110])
+def test_an_index_that_is_cut_short_while_it_is_read(config, tmp_path, monkeypatch, size):
+    path = write_pair(tmp_path / "a", [[1, 2, 3], [4], [5], [6], [7, 8]])
+    read_header = megatron_index.read_header
+
+    def read_and_cut(stream, index):
+        header = read_header(stream, index)
+        os.truncate(index, size)
+        return header
+
+    monkeypatch.setattr(megatron_index, "read_header", read_and_cut)
+    assert "changed while it was read" in failure(config(source=path), ExitStatus.BAD_DATA)

@@ -3,6 +3,7 @@
 import concurrent.futures
 
 import jax
+import pytest
 from support import small
 
 from jaxtrain.config.phases import config_of, span_at
@@ -56,3 +57,8 @@ def test_spans_train_the_same_state_one_after_the_other(capsys):
     assert capsys.readouterr().out.splitlines() == [waited]
     assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[-2]
     assert int(state.step) == 6
+    failed = concurrent.futures.Future()
+    failed.set_exception(jax.errors.JaxRuntimeError("no memory"))
+    programs._programs[programs.spans[0].shape] = failed
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory"):
+        programs.of(programs.spans[0])

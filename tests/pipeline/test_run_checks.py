@@ -56,7 +56,7 @@ def test_a_filter_that_is_not_there():
         "--config.data.filter="
     )
     items = (f"web={__file__}", "web.filter=absent.py:keep")
-    with pytest.raises(ConfigError, match="has web, and its data.filter='absent.py:keep' names no"):
+    with pytest.raises(ConfigError, match="makes data.filter='absent.py:keep', which names no"):
         checks.check(cfg.replace(BASE, {"data.sources": items}), files)
     checks.check(cfg.replace(BASE, {"data.filter": f"{__file__}:name"}), files)
 

@@ -46,7 +46,7 @@ def spoil(numbers: dict[str, set[int]]) -> None:
             ("half", "weights", no_weight_in_first_half),
             ("wrong", "targets", rare_targets),
         ):
-            if loader.batches is None and number in numbers.get(kind, ()):
+            if loader.content.batches is None and number in numbers.get(kind, ()):
                 batch[name] = changed(batch[name], change)
         return rows, batch
 

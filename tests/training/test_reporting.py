@@ -16,7 +16,6 @@ from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.wall_clock import Phase, WallClock
-from jaxtrain.training.evaluation import ValidationLosses
 from jaxtrain.training.one_step import combine_replicas, step_metrics
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter
@@ -328,9 +327,9 @@ def test_going_back_is_said_and_logged():
 
 def test_validation_is_logged_where_there_is_any():
     reports, log = reporter()
-    reports.validation(4, ValidationLosses(None, {}))
-    reports.validation(5, ValidationLosses(1.25, {}))
-    reports.validation(6, ValidationLosses(1.5, {"web": 1.25, "code": 1.75}))
+    reports.validation(4, {})
+    reports.validation(5, {"": 1.25})
+    reports.validation(6, {"web": 1.25, "code": 1.75, "": 1.5})
     sets = {"validation_loss/web": 1.25, "validation_loss/code": 1.75}
     assert log.written == {5: {"validation_loss": 1.25}, 6: {"validation_loss": 1.5} | sets}
     assert log.shown == [

@@ -1,8 +1,6 @@
 """An update whose state is streamed from disk: the training of a run without, number by number, on
 several meshes; and checkpoints that do not know of it."""
 
-import concurrent.futures
-
 import jax
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from support.small import Case
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.devices.state_file import is_on_disk
-from jaxtrain.training.compiled_step import start_compiling
+from jaxtrain.training.compiled_step import trace
 from jaxtrain.training.state import bytes_on_disk, bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import make_step
 from jaxtrain.training.update import streamed_update
@@ -61,9 +59,9 @@ def trained(case: Case, folder: str = "", steps: int = 3) -> tuple[list[dict], l
     disk = {"parallel.offload": "optimizer", "parallel.offload_directory": folder}
     cfg = case.config(SHARED | (disk if folder else {}))
     mesh = small.mesh_of(cfg)
-    with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
+    with jax.set_mesh(mesh):
         step = make_step(cfg, mesh)
-        programs = start_compiling(step, executor).result()
+        programs = trace(step)()
         file = step.layout.disk
         if file:
             file.open()

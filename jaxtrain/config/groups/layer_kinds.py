@@ -11,12 +11,11 @@ the result. Kinds whose layers have equal parameters are of one form, and lie in
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from jaxtrain.config.groups.model_settings import ModelConfig, ResolvedModel
-from jaxtrain.config.groups.setting import text_value
+from jaxtrain.config.groups.setting import parse_item, text_value, with_entry
 
 _WITH_ATTENTION: dict[str, object] = {"block": "", "mixer": ""}
 # Kinds that need no entry in `model.kinds`, and what they change.
@@ -168,37 +167,15 @@ def has_dropout(model: ModelConfig) -> bool:
     return model.dropout_embedding + max(rates) > 0
 
 
-class KindEntry(NamedTuple):
-    """An item of `model.kinds`, KIND.SETTING=TEXT, or KIND.block_settings.ARGUMENT=TEXT."""
-
-    kind: str
-    setting: str
-    argument: str
-    text: str
-
-    @property
-    def value(self) -> Any:
-        """The text's value, of the type of the setting's default; the text itself where it is of
-        another type."""
-        return text_value(self.text, SETTINGS[self.setting])
-
-
-def parse_entry(entry: str) -> KindEntry | None:
-    """The parts of an item of `model.kinds`; None if it does not have this form."""
-    path, equals, text = entry.partition("=")
-    kind, _, setting = path.partition(".")
-    setting, _, argument = setting.partition(".")
-    is_one = re.fullmatch(r"[\w-]+", kind) and setting and equals
-    has_argument = bool(argument) == (setting == "block_settings")
-    return KindEntry(kind, setting, argument, text) if is_one and has_argument else None
-
-
 def changes_of_kind(model: ModelConfig, kind: str) -> dict[str, Any]:
     """Setting → its value in layers of a kind, where it is not the model's; of a model whose
     `kinds` have the form and the types that the rules ask for (rules/kind_rules.py)."""
-    entries = [one for one in map(parse_entry, model.kinds) if one and one.kind == kind]
-    settings = {one.setting: one.value for one in entries if not one.argument}
-    arguments = {one.argument: f"{one.argument}={one.text}" for one in entries if one.argument}
-    if arguments:
-        settings["block_settings"] = tuple(arguments.values())
+    settings: dict[str, Any] = {}
+    arguments: tuple[str, ...] = ()
+    for one in filter(None, map(parse_item, model.kinds)):
+        if one.name == kind and one.part:  # of block_settings
+            arguments = with_entry(arguments, one.part, one.text)
+            settings[one.setting] = arguments
+        elif one.name == kind and one.setting in SETTINGS:
+            settings[one.setting] = text_value(one.text, SETTINGS[one.setting])
     return BUILTIN.get(kind, {}) | settings

@@ -9,13 +9,11 @@ knows nothing of mixtures. Without `data.sources` there is one source, `data.sou
 """
 
 import dataclasses
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtrain.config.groups.run_settings import DataConfig
-from jaxtrain.config.groups.setting import text_value
+from jaxtrain.config.groups.setting import Item, parse_item, text_value
 
-PATH = "path"
 PARTS = 65_536  # a mixture's weights are multiples of 1/PARTS, so these are the most sources
 EXHAUSTED = ("stop", "leave", "repeat")
 # The settings of `data` that a source may have for itself.
@@ -31,14 +29,9 @@ OF_SOURCE = (
     "duplicates",
 )
 _IN_MIXTURE: dict[str, Any] = {"weight": 1.0, "epochs": 0.0, "exhausted": "stop"}
-
-
-class SourceEntry(NamedTuple):
-    """An item of `data.sources` or `data.validation`. setting: PATH for NAME=PATH"""
-
-    name: str
-    setting: str
-    text: str
+_DEFAULTS = _IN_MIXTURE | {
+    f.name: f.default for f in dataclasses.fields(DataConfig) if f.name in OF_SOURCE
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +55,6 @@ class MixtureSource:
     setting: str = "data.source"
 
 
-def parse_source_entry(entry: str) -> SourceEntry | None:
-    """The parts of an item; None if it does not have this form."""
-    path, equals, text = entry.partition("=")
-    name, dot, setting = path.partition(".")
-    is_one = re.fullmatch(r"[\w-]+", name) and equals and bool(dot) == bool(setting)
-    return SourceEntry(name, setting or PATH, text) if is_one else None
-
-
 def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
     """The sources of a run, in the order of their first items. Items have the form and the types
     that the rules ask for."""
@@ -91,15 +76,15 @@ def is_evaluated(data: DataConfig) -> bool:
 def _named(data: DataConfig, setting: str) -> tuple[MixtureSource, ...]:
     """The sources of a setting's items, in the order of their first ones."""
     settings: dict[str, dict[str, Any]] = {}
-    for one in filter(None, map(parse_source_entry, getattr(data, setting))):
-        settings.setdefault(one.name, {})[one.setting] = entry_value(one)
+    for one in filter(None, map(parse_item, getattr(data, setting))):
+        settings.setdefault(one.name, {})[one.setting] = item_value(one)
     alone = dataclasses.replace(data, sources=(), validation=())
     return tuple(
         MixtureSource(
             name,
             dataclasses.replace(
                 alone,
-                source=given.get(PATH, ""),
+                source=given.get("", ""),
                 **{key: value for key, value in given.items() if key in OF_SOURCE},
             ),
             **{key: value for key, value in given.items() if key in _IN_MIXTURE},
@@ -109,8 +94,7 @@ def _named(data: DataConfig, setting: str) -> tuple[MixtureSource, ...]:
     )
 
 
-def entry_value(one: SourceEntry) -> Any:
+def item_value(item: Item) -> Any:
     """The value of an item's text; the text itself where it is of another type, or its setting is
     unknown."""
-    defaults = {f.name: f.default for f in dataclasses.fields(DataConfig) if f.name in OF_SOURCE}
-    return text_value(one.text, (defaults | _IN_MIXTURE).get(one.setting, ""))
+    return text_value(item.text, _DEFAULTS.get(item.setting, ""))

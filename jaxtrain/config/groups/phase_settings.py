@@ -16,13 +16,12 @@ from the settings alone, so tokens, rows and learning rate are functions of the 
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.config.groups.mixture_settings import mixture_of
 from jaxtrain.config.groups.run_settings import DataConfig, TrainConfig
-from jaxtrain.config.groups.setting import LARGEST_INT, Range, text_value
+from jaxtrain.config.groups.setting import LARGEST_INT, Item, Range, parse_item, text_value
 
 _NOT_NEGATIVE, _SIZE = Range(at_least=0), Range(at_least=1, at_most=LARGEST_INT)
 # Setting → a number of the type of its numbers, and their bounds.
@@ -37,21 +36,6 @@ SETTINGS: Mapping[str, tuple[float, Range]] = {
 }
 # Setting, or weight.SOURCE → its number; batch_size has a tuple of them, several for a ramp
 TrainingPhase = dict[str, Any]
-_ITEM = re.compile(r"([\w-]+)\.(\w+)(?:\.([\w-]+))?=(.*)", re.DOTALL)
-
-
-class PhaseItem(NamedTuple):
-    """An item of `train.phases`.
-
-    source: of weight.SOURCE; "" for other settings
-    numbers: of the text, several of a ramp; () if the setting has no such numbers
-    """
-
-    name: str
-    setting: str
-    source: str
-    text: str
-    numbers: tuple[Any, ...]
 
 
 class Span(NamedTuple):
@@ -98,30 +82,24 @@ class Span(NamedTuple):
         return f"{self.batch_size} sequences of {self.sequence_length} tokens{weights}{phase}"
 
 
-def parse_phase_item(item: str) -> PhaseItem | None:
-    """The parts of an item; None if it does not have this form."""
-    match = _ITEM.fullmatch(item)
-    if not match or bool(match[3]) != (match[2] == "weight"):
-        return None
-    name, setting, source, text = match.groups(default="")
-    kind, bounds = SETTINGS.get(setting, (None, _SIZE))
-    parts = text.split("+") if setting == "batch_size" else [text]
+def numbers_of(item: Item) -> tuple[Any, ...]:
+    """The numbers of an item, several of a ramp; () if its setting has no such numbers."""
+    kind, bounds = SETTINGS.get(item.setting, (None, _SIZE))
+    parts = item.text.split("+") if item.setting == "batch_size" else [item.text]
     numbers = tuple(text_value(part, kind) for part in parts)
     of_type = {type(n) for n in numbers} == {type(kind)} and all(map(math.isfinite, numbers))
-    fit = of_type and all(map(bounds.admit, numbers))
-    return PhaseItem(name, setting, source, text, numbers if fit else ())
+    return numbers if of_type and all(map(bounds.admit, numbers)) else ()
 
 
 def phases_of(train: TrainConfig) -> dict[str, TrainingPhase]:
     """The phases of `train.phases` by name, in their order. Items that rules refuse are left
     out."""
     phases: dict[str, TrainingPhase] = {}
-    for item in filter(None, map(parse_phase_item, train.phases)):
+    for item in filter(None, map(parse_item, train.phases)):
         phase = phases.setdefault(item.name, {})
-        if item.numbers:
-            several = item.setting == "batch_size"
-            key = f"weight.{item.source}" if item.source else item.setting
-            phase[key] = item.numbers if several else item.numbers[0]
+        if numbers := numbers_of(item):
+            key = f"{item.setting}.{item.part}" if item.part else item.setting
+            phase[key] = numbers if item.setting == "batch_size" else numbers[0]
     return phases
 
 

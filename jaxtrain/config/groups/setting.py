@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxtrain.config.errors import value_text
 
@@ -80,6 +80,22 @@ def setting_of(field: dataclasses.Field) -> SettingRecord:
 
 
 # --- entries --------------------------------------------------------------------------------------
+
+
+class Item(NamedTuple):
+    """An item NAME=TEXT, NAME.SETTING=TEXT or NAME.SETTING.PART=TEXT. setting, part: "" where there
+    is none"""
+
+    name: str
+    setting: str
+    part: str
+    text: str
+
+
+def parse_item(item: str) -> Item | None:
+    """The parts of an item; None if it does not have this form."""
+    match = re.fullmatch(r"([\w-]+)(?:\.([^.=]+))?(?:\.([^.=]+))?=(.*)", item, re.DOTALL)
+    return Item(*match.groups("")) if match else None
 
 
 def as_entries(value: Any) -> Any:

@@ -15,6 +15,7 @@ from jaxtrain.config.rules.rules import SettingsRule
 
 RULES: tuple[SettingsRule, ...] = (
     run_rules.own_code_exists,
+    mixture_rules.items_are_known,
     phase_rules.phases_are_known,
     model_rules.latent_attention_is_complete,
     model_rules.heads_divide,
@@ -23,7 +24,6 @@ RULES: tuple[SettingsRule, ...] = (
     model_rules.one_norm_is_shared,
     model_rules.router_groups_divide,
     run_rules.sequence_fits,
-    mixture_rules.items_are_known,
     run_rules.data_has_fields,
     run_rules.own_loss_fits,
     run_rules.compiler_options_have_names,

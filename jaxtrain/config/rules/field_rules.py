@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config.groups.setting import Choices
+from jaxtrain.config.groups.setting import Choices, entry_text
 from jaxtrain.config.rules.rules import Violation, near, values_for
 
 # Settings that decide what is trained.
@@ -48,6 +48,17 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
             rule = "has an empty or repeated name"
             return Violation(path, rule, values_for(path, [distinct, field.default]))
     return None
+
+
+def value_fault(path: str, value: Any, name: str) -> tuple[str, str] | None:
+    """What is wrong with the value of a setting in an item, whatever the others are, and the item
+    that it may mean or ""; None for nothing. name: of the item"""
+    wrong = field_violation(path, value, cfg.fields()[path].default)
+    if not wrong:
+        return None
+    fix = next(iter(wrong.fixes), {})
+    meant = f"{name}={entry_text(fix[path])}" if path in fix else ""
+    return f"and {path}={cfg.shown(value)} {wrong.rule}", meant
 
 
 def _wrong_choice(path: str, value: Any, choices: Choices) -> Violation:

@@ -5,7 +5,7 @@ jax."""
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain.config import FilledConfig, ModelConfig, fields, shown
+from jaxtrain.config import FilledConfig, ModelConfig, shown
 from jaxtrain.config.errors import nearly
 from jaxtrain.config.groups.layer_kinds import (
     BUILTIN,
@@ -14,15 +14,20 @@ from jaxtrain.config.groups.layer_kinds import (
     changes_of_kind,
     models_of_kinds,
     of_kind,
-    parse_entry,
 )
-from jaxtrain.config.groups.setting import entry_text, with_entry
-from jaxtrain.config.rules.field_rules import field_violation
+from jaxtrain.config.groups.setting import (
+    entry_text,
+    parse_item,
+    text_value,
+    with_entry,
+    without_entries,
+)
+from jaxtrain.config.rules.field_rules import value_fault
 from jaxtrain.config.rules.rules import (
-    SettingChanges,
     SettingsRule,
     Violation,
     groups_of,
+    in_items,
     item_violations,
 )
 
@@ -57,20 +62,17 @@ def kinds_are_known(model: ModelConfig) -> Iterator[Violation]:
 
 def _fault(entry: str) -> tuple[str, str] | None:
     """What is wrong with an item of `model.kinds`, and what it may mean or ""; None for nothing."""
-    one = parse_entry(entry)
-    if one is None:
+    item, name = parse_item(entry), entry.partition("=")[0]
+    if not item or not item.setting or bool(item.part) != (item.setting == "block_settings"):
         return "which is not KIND.SETTING=VALUE or KIND.block_settings.NAME=VALUE", ""
-    path = f"model.{one.setting}"
-    if one.setting not in SETTINGS:
-        near = nearly(one.setting, SETTINGS, 0.6)
-        what = "a setting of the whole model" if one.setting in OF_MODEL else "an unknown setting"
-        return f"and {path} is {what}", near and f"{one.kind}.{near}={one.text}"
-    wrong = field_violation(path, one.value, fields()[path].default)
-    if one.argument or not wrong:
+    path = f"model.{item.setting}"
+    if item.setting not in SETTINGS:
+        near = nearly(item.setting, SETTINGS, 0.6)
+        what = "a setting of the whole model" if item.setting in OF_MODEL else "an unknown setting"
+        return f"and {path} is {what}", near and f"{item.name}.{near}={item.text}"
+    if item.part:
         return None
-    fix = next(iter(wrong.fixes), {})
-    instead = f"{one.kind}.{one.setting}={entry_text(fix[path])}" if path in fix else ""
-    return f"and {path}={shown(one.value)} {wrong.rule}", instead
+    return value_fault(path, text_value(item.text, SETTINGS[item.setting]), name)
 
 
 def violations(rule: SettingsRule, config: FilledConfig) -> Iterator[Violation]:
@@ -97,26 +99,14 @@ def of_kinds(rule: Callable[[Any], Iterator[Violation]], model: ModelConfig) -> 
 
 
 def _in_kind(violation: Violation, model: ModelConfig, kind: str) -> Violation:
-    """The violation by layers of one kind. A setting that the kind changes is at fault, and fixed,
-    in `model.kinds`."""
-    changed = changes_of_kind(model, kind)
-    _, _, name = violation.field.partition("model.")
-    field, rule = violation.field, f"{violation.rule} (in layers of kind {kind})"
-    if name in changed:
-        field = KINDS
-        rule = f"makes {violation.field}={changed[name]!r}, which {rule}"
+    """The violation by layers of one kind."""
 
-    def fix(changes: SettingChanges) -> SettingChanges:
-        fixed, kinds = dict(changes), model.kinds
-        for setting in changed:
-            if (path := f"model.{setting}") not in changes:
-                continue
-            value, name = fixed.pop(path), f"{kind}.{setting}"
-            if setting == "block_settings":  # an entry for each argument
-                others = tuple(entry for entry in kinds if not entry.startswith(f"{name}."))
-                kinds = (*others, *(f"{name}.{argument}" for argument in value))
-            else:
-                kinds = with_entry(kinds, name, entry_text(value))
-        return fixed | ({KINDS: kinds} if kinds != model.kinds else {})
+    def put(kinds: tuple[str, ...], setting: str, value: Any) -> tuple[str, ...]:
+        name = f"{kind}.{setting.removeprefix('model.')}"
+        if setting != "model.block_settings":
+            return with_entry(kinds, name, entry_text(value))
+        arguments = (f"{name}.{argument}" for argument in value)
+        return (*without_entries(kinds, name), *arguments)
 
-    return Violation(field, rule, map(fix, violation.fixes), violation.show)
+    own = {f"model.{name}": value for name, value in changes_of_kind(model, kind).items()}
+    return in_items(violation, KINDS, model.kinds, f"in layers of kind {kind}", own, put)

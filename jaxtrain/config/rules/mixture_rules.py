@@ -2,25 +2,22 @@
 names that these have, and the rules of a corpus for each of theirs. Standard library only."""
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain.config import DataConfig, fields, shown
+from jaxtrain.config import DataConfig
 from jaxtrain.config.errors import nearly
 from jaxtrain.config.groups.mixture_settings import (
     EXHAUSTED,
     OF_SOURCE,
     PARTS,
-    PATH,
-    entry_value,
+    item_value,
     mixture_of,
-    parse_source_entry,
     validation_sets,
 )
-from jaxtrain.config.groups.setting import entry_text, with_entry, without_entries
-from jaxtrain.config.rules.field_rules import field_violation
-from jaxtrain.config.rules.rules import Violation, item_violations
+from jaxtrain.config.groups.setting import entry_text, parse_item, with_entry, without_entries
+from jaxtrain.config.rules.field_rules import value_fault
+from jaxtrain.config.rules.rules import Violation, in_items, item_violations
 
 SOURCES, SETS = "data.sources", "data.validation"
 # Settings of a source in its mixture → whether a value is right, and the rule.
@@ -33,19 +30,19 @@ _IN_MIXTURE: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def items_are_known(data: DataConfig) -> Iterator[Violation]:
     """The items have settings that there are, each name has a path, and no two sets one name."""
-    for path, items in ((SOURCES, data.sources), (SETS, data.validation)):
+    sources, sets = mixture_of(data), validation_sets(data)
+    for path, items, corpora in ((SOURCES, data.sources, sources), (SETS, data.validation, sets)):
         yield from item_violations(path, items, functools.partial(_fault, path=path))
-        with_path = {item.partition("=")[0] for item in items}
-        for name in dict.fromkeys(re.split("[.=]", item)[0] for item in items):
-            if name not in with_path:
-                fixes = [{path: without_entries(items, name)}]
-                yield Violation(path, f"has no path of {name}, {name}=PATH", fixes)
-            if path == SETS and any(source.name == name for source in mixture_of(data)):
+        for corpus in filter(lambda each: each.name, corpora):
+            name, without = corpus.name, [{path: without_entries(items, corpus.name)}]
+            if not corpus.data.source:
+                yield Violation(path, f"has no path of {name}, {name}=PATH", without)
+            if path == SETS and name in (source.name for source in sources):
                 rule = f"has {name}, the name of a source, and of the part that it holds out"
-                yield Violation(path, rule, [{path: without_entries(items, name)}])
-    if (count := len(mixture_of(data))) > PARTS:
-        yield Violation(SOURCES, f"has {count:,} sources, more than {PARTS:,}")
-    if not any(source.weight for source in mixture_of(data)):
+                yield Violation(path, rule, without)
+    if len(sources) > PARTS:
+        yield Violation(SOURCES, f"has {len(sources):,} sources, more than {PARTS:,}")
+    if not any(source.weight for source in sources):
         yield Violation(SOURCES, "has no source with a weight above 0", [{SOURCES: ()}])
 
 
@@ -67,41 +64,31 @@ def of_corpora(
     named = [(SOURCES, data.sources, each) for each in mixture_of(data)]
     named += [(SETS, data.validation, each) for each in validation_sets(data)]
     for path, items, corpus in named:
+        own = {f"data.{name}": getattr(corpus.data, name) for name in ("source", *OF_SOURCE)}
+        put = functools.partial(_with_setting, name=corpus.name)
         for wrong in rule(corpus.data):
-            if not corpus.name or not wrong.field.startswith("data."):
-                yield wrong
-                continue
-            value = shown(getattr(corpus.data, wrong.field.removeprefix("data.")))
-            fixes = [
-                {path: with_entry(items, _item(corpus.name, setting), entry_text(fixed))}
-                for changes in wrong.fixes
-                for setting, fixed in changes.items()
-            ]
-            rule_of_item = f"has {corpus.name}, and its {wrong.field}={value} {wrong.rule}"
-            yield Violation(path, rule_of_item, fixes, wrong.show)
+            where = f"{corpus.name} of {path}"
+            yield in_items(wrong, path, items, where, own, put) if corpus.name else wrong
 
 
-def _item(name: str, setting: str) -> str:
-    """The name of a corpus's item for a setting of `data`."""
-    return f"{name}.{setting.removeprefix('data.')}".removesuffix(".source")
+def _with_setting(items: tuple[str, ...], setting: str, value: Any, name: str) -> tuple[str, ...]:
+    """The items with a setting of `data` for the corpus of a name."""
+    own = "" if setting == "data.source" else f".{setting.removeprefix('data.')}"
+    return with_entry(items, f"{name}{own}", entry_text(value))
 
 
-def _fault(item: str, path: str) -> tuple[str, str] | None:
+def _fault(entry: str, path: str) -> tuple[str, str] | None:
     """What is wrong with an item of `path`, and what it may mean or ""; None for nothing."""
-    one, in_mixture = parse_source_entry(item), _IN_MIXTURE if path == SOURCES else {}
-    if one is None or not one.text and one.setting == PATH:
+    item, name = parse_item(entry), entry.partition("=")[0]
+    if not item or item.part or not (item.setting or item.text):
         return "which is not NAME=PATH or NAME.SETTING=VALUE", ""
-    value, of_data = entry_value(one), f"data.{one.setting}".replace("data.path", "data.source")
-    if one.setting in in_mixture:
-        is_right, rule = in_mixture[one.setting]
+    in_mixture, value = _IN_MIXTURE if path == SOURCES else {}, item_value(item)
+    if item.setting in in_mixture:
+        is_right, rule = in_mixture[item.setting]
         return None if is_right(value) else (f"which needs {rule}", "")
-    if one.setting not in (PATH, *OF_SOURCE):
-        known = (*in_mixture, *OF_SOURCE)
-        near = nearly(one.setting, known, 0.6)
+    known = (*in_mixture, *OF_SOURCE)
+    if item.setting and item.setting not in known:
+        near = nearly(item.setting, known, 0.6)
         rule = f"whose setting is none of {', '.join(known)}"
-        return rule, near and f"{one.name}.{near}={one.text}"
-    if wrong := field_violation(of_data, value, fields()[of_data].default):
-        meant = [entry_text(fix[of_data]) for fix in wrong.fixes if of_data in fix][:1]
-        instead = "".join(f"{_item(one.name, of_data)}={text}" for text in meant)
-        return f"and {of_data}={shown(value)} {wrong.rule}", instead
-    return None
+        return rule, near and f"{item.name}.{near}={item.text}"
+    return value_fault(f"data.{item.setting or 'source'}", value, name)

@@ -125,6 +125,21 @@ def kernel_is_of_platform(model: ModelConfig, platform: str) -> Iterator[Violati
         )
 
 
+# Settings of rotary scalings → the scalings that read them.
+OF_SCALINGS = {
+    "rope_factor": ("linear", "llama3", "yarn"),
+    "rope_original_length": ("llama3", "yarn"),
+    "rope_low_freq_factor": ("llama3",),
+    "rope_high_freq_factor": ("llama3",),
+    "rope_beta_fast": ("yarn",),
+    "rope_beta_slow": ("yarn",),
+    "rope_truncate": ("yarn",),
+    "rope_attention_factor": ("yarn",),
+    "rope_mscale": ("yarn",),
+    "rope_mscale_all_dim": ("yarn",),
+}
+
+
 def rotary_scaling_is_complete(model: ResolvedModel, data: DataConfig) -> Iterator[Violation]:
     if model.positions != "rotary" or model.rope_scaling == "none":
         return

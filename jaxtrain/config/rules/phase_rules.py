@@ -3,21 +3,28 @@ config of each span. Standard library only."""
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from jaxtrain.config import DataConfig, FilledConfig, MeshedConfig, TrainConfig, get, number
+from jaxtrain.config import DataConfig, FilledConfig, MeshedConfig, TrainConfig, number
 from jaxtrain.config.errors import nearly
 from jaxtrain.config.groups.mixture_settings import mixture_of
 from jaxtrain.config.groups.phase_settings import (
     SETTINGS,
     TrainingPhase,
-    parse_phase_item,
+    numbers_of,
     phases_of,
     spans_of,
 )
-from jaxtrain.config.groups.setting import entry_text, with_entry, without_entries
+from jaxtrain.config.groups.setting import entry_text, parse_item, with_entry, without_entries
 from jaxtrain.config.phases import Span, config_of, spans
 from jaxtrain.config.rules.kind_rules import violations
-from jaxtrain.config.rules.rules import SettingChanges, SettingsRule, Violation, item_violations
+from jaxtrain.config.rules.rules import (
+    SettingChanges,
+    SettingsRule,
+    Violation,
+    in_items,
+    item_violations,
+)
 
 PHASES = "train.phases"
 SIZES = ("data.batch_size", "data.sequence_length")  # that phases change
@@ -63,14 +70,14 @@ def notes(config: MeshedConfig) -> list[str]:
 
 def _fault_of_item(entry: str, data: DataConfig) -> tuple[str, str] | None:
     """What is wrong with an item, and what it may mean or ""; None for nothing."""
-    item, name = parse_phase_item(entry), entry.partition("=")[0]
-    if item is None:
+    item, name = parse_item(entry), entry.partition("=")[0]
+    if not item or not item.setting or bool(item.part) != (item.setting == "weight"):
         return "which is not NAME.SETTING=VALUE or NAME.weight.SOURCE=VALUE", ""
     if item.setting not in SETTINGS:
         near = nearly(item.setting, SETTINGS, 0.45)
         rule = f"whose setting is none of {', '.join(SETTINGS)}"
         return rule, near and f"{item.name}.{near}={item.text}"
-    if not item.numbers:
+    if not numbers_of(item):
         kind, bounds = SETTINGS[item.setting]
         what = "a whole number" if type(kind) is int else "a number"
         sizes = ", or several with + between them" * (item.setting == "batch_size")
@@ -78,8 +85,8 @@ def _fault_of_item(entry: str, data: DataConfig) -> tuple[str, str] | None:
         near = "" if value is None else f"{name}={max(bounds.at_least or 0, round(value))}"
         return f"which needs {what} {bounds}{sizes}", near
     sources = [source.name for source in mixture_of(data) if source.name]
-    if item.source and item.source not in sources:
-        near = nearly(item.source, sources, 0.5)
+    if item.part and item.part not in sources:
+        near = nearly(item.part, sources, 0.5)
         rule = f"and data.sources has {', '.join(sources) or 'no sources'}"
         return rule, near and f"{item.name}.weight.{near}={item.text}"
     return None
@@ -112,25 +119,19 @@ def _violations_of_phase(
 
 
 def _in_span(violation: Violation, config: FilledConfig, span: Span) -> Violation:
-    """The violation by the config of a span. A size is at fault, and fixed, in `train.phases`."""
+    """The violation by the config of a span."""
     if not span.phase:
         return violation
-    field, rule = violation.field, f"{violation.rule} (in phase {span.phase} of {PHASES})"
-    if field in SIZES:
-        field, rule = PHASES, f"makes {field}={get(config_of(config, span), field)}, which {rule}"
+    ramp = phases_of(config.train)[span.phase].get("batch_size", ())
 
-    def fix(changes: SettingChanges) -> SettingChanges:
-        entries = config.train.phases
-        ramp = phases_of(config.train)[span.phase].get("batch_size", ())
-        for path in {*SIZES} & changes.keys():
-            name = f"{span.phase}.{path.partition('.')[2]}"
-            mended = tuple(changes[path] if size == span.batch_size else size for size in ramp)
-            sizes = mended if path == "data.batch_size" else ()
-            entries = with_entry(entries, name, entry_text(sizes or changes[path]))
-        others = {path: value for path, value in changes.items() if path not in SIZES}
-        return others | ({PHASES: entries} if entries != config.train.phases else {})
+    def put(items: tuple[str, ...], setting: str, size: Any) -> tuple[str, ...]:
+        mended = tuple(size if each == span.batch_size else each for each in ramp)
+        sizes = mended if setting == "data.batch_size" else ()
+        name = f"{span.phase}.{setting.removeprefix('data.')}"
+        return with_entry(items, name, entry_text(sizes or size))
 
-    return Violation(field, rule, map(fix, violation.fixes), violation.show)
+    where, own = f"in phase {span.phase} of {PHASES}", dict(zip(SIZES, span.shape, strict=True))
+    return in_items(violation, PHASES, config.train.phases, where, own, put)
 
 
 def _without(train: TrainConfig, name: str) -> SettingChanges:

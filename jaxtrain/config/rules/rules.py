@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxtrain.config.errors import shown
@@ -58,6 +58,35 @@ def divisors(n: int) -> tuple[int, ...]:
 def values_for(path: str, values: Iterable[Any]) -> list[SettingChanges]:
     """Changes of one setting, to each of these values."""
     return [{path: value} for value in values]
+
+
+def in_items(
+    violation: Violation,
+    path: str,
+    items: tuple[str, ...],
+    where: str,
+    own: Mapping[str, Any],
+    put: Callable[[tuple[str, ...], str, Any], tuple[str, ...]],
+) -> Violation:
+    """The violation by a part of a config, such as the layers of one kind. A setting that the part
+    may have for itself is at fault, and fixed, in the items.
+
+    path, items: the setting that has the part's settings
+    where: the part in words; own: setting → its value in the part
+    put: (items, setting, value) → the items with this value
+    """
+
+    def fix(changes: SettingChanges) -> SettingChanges:
+        fixed, mended = dict(changes), items
+        for setting in own:
+            if setting in changes:
+                mended = put(mended, setting, fixed.pop(setting))
+        return fixed | ({path: mended} if mended != items else {})
+
+    field, rule = violation.field, f"{violation.rule} ({where})"
+    if field in own:
+        field, rule = path, f"makes {field}={shown(own[field])}, which {rule}"
+    return Violation(field, rule, map(fix, violation.fixes), violation.show)
 
 
 def item_violations(

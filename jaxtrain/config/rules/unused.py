@@ -26,19 +26,15 @@ from jaxtrain.config import (
     value_text,
     with_values,
 )
-from jaxtrain.config.groups.layer_kinds import (
-    kinds_of_layers,
-    models_of_kinds,
-    of_kind,
-    parse_entry,
-)
+from jaxtrain.config.groups.layer_kinds import kinds_of_layers, models_of_kinds, of_kind
 from jaxtrain.config.groups.mixture_settings import is_evaluated, mixture_of
+from jaxtrain.config.groups.setting import parse_item
 from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.learning_rates import LEARNING_RATES, READS as LEARNING_RATES_READ
 from jaxtrain.config.optimizers import READS, record_of
 from jaxtrain.config.rules import mixture_rules, phase_rules
 from jaxtrain.config.rules.mesh_rules import AXES
-from jaxtrain.config.rules.model_rules import OF_EXPERTS
+from jaxtrain.config.rules.model_rules import OF_EXPERTS, OF_SCALINGS
 from jaxtrain.config.saved_values import MLP_OUT, ON_HOST, names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.schedule.files.order_csv import is_order_file
@@ -67,20 +63,6 @@ def _coincide(steps: int, *intervals: int) -> bool:
     """True if a step before the last is a multiple of all of these intervals, none of them 0."""
     return 0 < math.lcm(*intervals) < steps
 
-
-# Settings of rotary scalings → the scalings that read them.
-OF_SCALINGS = {
-    "rope_factor": ("linear", "llama3", "yarn"),
-    "rope_original_length": ("llama3", "yarn"),
-    "rope_low_freq_factor": ("llama3",),
-    "rope_high_freq_factor": ("llama3",),
-    "rope_beta_fast": ("yarn",),
-    "rope_beta_slow": ("yarn",),
-    "rope_truncate": ("yarn",),
-    "rope_attention_factor": ("yarn",),
-    "rope_mscale": ("yarn",),
-    "rope_mscale_all_dim": ("yarn",),
-}
 
 USES = (
     Use(
@@ -455,7 +437,7 @@ def _kinds_without_use(config: MeshedConfig) -> Iterator[str]:
     model = config.model
     kinds = kinds_of_layers(model)
     for entry in model.kinds:
-        kind, setting, *_ = parse_entry(entry) or ("", "")
+        kind, setting, *_ = parse_item(entry) or ("", "")
         if kind not in kinds:
             yield f"model.kinds={entry} has no use: no layer is of kind {kind}"
             continue

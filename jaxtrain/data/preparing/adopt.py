@@ -2,23 +2,25 @@
 tokens and mask are read where they lie."""
 
 import hashlib
-import io
 import json
 import os
 import pathlib
+import shutil
 import time
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.sources import File, Source
+from jaxtrain.config.sources import Source
 from jaxtrain.data.preparing import cache
 from jaxtrain.data.preparing.corpus_writer import INFO, corpus_checksum
 from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import open_input
 from jaxtrain.data.tokenizer import DataError, Tokenizer
+from jaxtrain.run.files import MOST_BYTES
 
 INDEX = "documents.bin"
+CHUNK = 1 << 20  # bytes copied at a time
 
 
 def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tokenizer) -> None:
@@ -30,44 +32,42 @@ def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tok
     """
     files = {os.path.basename(file.path): file for file in source.files}
     try:
-        info = json.loads(_content(files[INFO]))
-        parts, tokens = info["parts"], info["tokens"]
+        with open_input(files[INFO].path) as stream:
+            info = json.loads(stream.read(MOST_BYTES))
+        parts, tokens, kind = info["parts"], int(info["tokens"]), info["tokenizer"]["kind"]
         sizes = {
             "tokens.bin": tokens * np.dtype(info["dtype"]).itemsize,
-            INDEX: 8 * (info["documents"] + 1),
+            INDEX: 8 * (int(info["documents"]) + 1),
         } | ({"mask.bin": tokens} if info["masked"] else {})
         its, own = ({**one, "path": ""} for one in (info["tokenizer"], tokenizer.describe()))
         index_checksum, checksum = parts["documents"], info["checksum"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise FileError(
             f"{files[INFO].path}: not the description of a prepared corpus: copy the folder again"
         ) from error
     if its != own or checksum != corpus_checksum(parts, info["dtype"], tokenizer):
         remedy = (
             "use --config.data.tokenizer=bytes"
-            if its["kind"] == "bytes"
+            if kind == "bytes"
             else f"name that of which {source.place}/tokenizer.json is a copy"
         )
         raise DataError(
             f"data.tokenizer={data.tokenizer} is not the tokenizer with which "
             f"data.source={data.source} was prepared: {remedy}"
         )
-    index = _content(files[INDEX])
     for name, size in sizes.items():
         if name not in files or files[name].size != size:
             has = f"{files[name].size:,} bytes" if name in files else "nothing"
             raise FileError(
                 f"{source.place}/{name}: has {has}, and by {INFO} {size:,} bytes: copy it again"
             )
-    if hashlib.sha256(index).hexdigest() != index_checksum:
+    # by parts, since many documents have an index of gigabytes
+    with open_input(files[INDEX].path) as stream, open(folder / INDEX, "xb+") as copy:
+        shutil.copyfileobj(stream, copy, CHUNK)
+        copy.seek(0)
+        digest = hashlib.file_digest(copy, "sha256").hexdigest()
+    if digest != index_checksum:
         raise FileError(f"{files[INDEX].path}: damaged: its checksum is not that in {INFO}")
-    (folder / INDEX).write_bytes(index)
     own_name = folder.name.partition(cache.UNFINISHED)[0]
     info |= {"of": own_name, "prepared": time.time()}
     (folder / INFO).write_text(json.dumps(info, indent=1) + "\n")
-
-
-def _content(file: File) -> bytes:
-    """The bytes of a file."""
-    with io.BufferedReader(open_input(file.path)) as stream:  # type: ignore[type-var]
-        return stream.read()

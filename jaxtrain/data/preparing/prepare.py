@@ -66,7 +66,6 @@ from jaxtrain.data.preparing.parts import (
     join,
     open_part,
 )
-from jaxtrain.data.reading.array_records import kinds_line
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.reading.compressed import is_compressed
 from jaxtrain.data.reading.documents import check_files, unreadable_files
@@ -167,7 +166,7 @@ class Preparation:
         self._source = source = listing.find(data.source)
         _check(data, source, tokenizer)
         if progress:
-            streams.log(*source.lines(), *kinds_line(source.files), marks_line(tokenizer))
+            streams.log(*source.lines(), marks_line(tokenizer))
         is_stdlib = source.name == sources.STDLIB
         self._name = "Python's source code" if is_stdlib else source.root.name
         self._open = functools.partial(_open, data=data, source=source, tokenizer=tokenizer)

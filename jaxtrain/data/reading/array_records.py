@@ -1,21 +1,19 @@
 """ArrayRecord files, which Grain reads → documents, a record each.
 
 The first record of a file says what all of its records are: JSON objects; tf.Example messages, of
-which features of bytes are fields; or plain UTF-8 text, which has no fields.
+which features of bytes are fields; or plain UTF-8 text, which is the field `text`.
 """
 
-import contextlib
 import functools
 import itertools
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain.config import addresses
 from jaxtrain.config.sources import File
-from jaxtrain.data.reading.bad_records import BadRecord, DamagedFile
-from jaxtrain.data.reading.compressed import is_compressed, plain_file
+from jaxtrain.data.reading.bad_records import BadRecord
+from jaxtrain.data.reading.compressed import plain_file
 from jaxtrain.data.reading.json_text import JsonValue
 from jaxtrain.data.reading.records import (
     Runs,
@@ -23,10 +21,10 @@ from jaxtrain.data.reading.records import (
     documents_of,
     not_utf8,
     parse,
+    unreadable,
 )
 
 SEQUENTIAL = "readahead_buffer_size:0,max_parallelism:0"  # one record at a time, in this thread
-JSON, EXAMPLE, TEXT = "JSON objects", "tf.Example messages", "plain text"
 JSON_OBJECT = re.compile(rb'\s*\{\s*["}]')
 # tensorflow/core/example/{example,feature}.proto; a map is a list of entries
 EXAMPLE_PROTO = """
@@ -49,38 +47,19 @@ def read_records(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of an ArrayRecord file. After a damaged one the rest of the file is lost."""
     with plain_file(file.path, scratch) as path:
         records = _records(file.path, path)
-        first = next(records, b"")
-        kind = kind_of(first)
-        if kind == TEXT and not all(counts for counts, _ in runs):
-            what = "plain text, which has no fields that data.loss_mask could name"
-            raise BadRecord(f"{file.path}: record 1", what)
-        fields: Runs = [(True, ("text",))] if kind == TEXT else runs
+        first = next(records, None)
+        if first is None:
+            return
+        parse_record: Callable[[bytes, str], JsonValue] = parse
+        if not JSON_OBJECT.match(first):
+            parse_record = _parse_example if _fields(first) else _parse_text
         entries = (
-            _entry(record, kind, f"{file.path}: record {number}")
+            parse_record(record, f"{file.path}: record {number}")
             for number, record in enumerate(itertools.chain([first], records), 1)
         )
         # The bytes that records take in the file are not known: all count with the first document.
         sizes = itertools.chain([file.size], itertools.repeat(0))
-        yield from documents_of(entries, "a record", fields, lambda: next(sizes))
-
-
-def kind_of(record: bytes) -> str:
-    """The kind of a file's records, by the first one: JSON, EXAMPLE or TEXT."""
-    if JSON_OBJECT.match(record):
-        return JSON
-    return EXAMPLE if _fields(record) else TEXT
-
-
-def kinds_line(files: Sequence[File]) -> list[str]:
-    """A line that says what the records of the first ArrayRecord file among a source's are; [] if
-    there is none, or its first record cannot be read, which is said when it is."""
-    for file in files:
-        is_local = not addresses.is_address(file.path)
-        if file.format == "array_record" and is_local and not is_compressed(file.path):
-            with contextlib.suppress(BadRecord):
-                for record in _records(file.path, pathlib.Path(file.path)):
-                    return [f"{file.path}: its records are {kind_of(record)}"]
-    return []
+        yield from documents_of(entries, "a record", runs, lambda: next(sizes))
 
 
 def _records(name: str, path: pathlib.Path) -> Iterator[bytes]:
@@ -96,21 +75,18 @@ def _records(name: str, path: pathlib.Path) -> Iterator[bytes]:
             number += 1
         reader.close()
     except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-        reason = (str(error).splitlines() or ["it ends too early"])[0]
-        raise DamagedFile(
-            f"{name}: record {number + 1}",
-            f"not readable as ArrayRecord: {reason}",
-            records=count - number,
-        ) from error
+        where = f"{name}: record {number + 1}"
+        raise unreadable(where, "ArrayRecord", error, count - number) from error
 
 
-def _entry(record: bytes, kind: str, where: str) -> JsonValue:
-    """The fields of a record, or the error of a bad one."""
-    if kind == JSON:
-        return parse(record, where)
-    if kind == EXAMPLE:
-        fields = _fields(record)
-        return BadRecord(where, "no tf.Example message") if fields is None else (where, "", fields)
+def _parse_example(record: bytes, where: str) -> JsonValue:
+    """The fields of a tf.Example message, or the error of another record."""
+    fields = _fields(record)
+    return BadRecord(where, "no tf.Example message") if fields is None else (where, "", fields)
+
+
+def _parse_text(record: bytes, where: str) -> JsonValue:
+    """The field `text` of a record that is plain text, or the error of one that is not UTF-8."""
     try:
         return where, "", {"text": record.decode()}
     except UnicodeDecodeError as error:

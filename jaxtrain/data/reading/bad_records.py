@@ -36,12 +36,6 @@ class BadRecord(DataError):
         self.place, self.records = f"{where}: {what}", records
         super().__init__(f"{self.place}: {fix}" if fix else self.place)
 
-    def lines_below(self, lines: int) -> "BadRecord":
-        """The same record, whose line has been numbered from the line after so many lines."""
-        path, _, line = self.where.rpartition(":")
-        where = f"{path}:{int(line) + lines}"
-        return type(self)(where, self.what, self.fix, self.settings, self.records)
-
     def refusal(self, any_read: bool) -> DataError:
         """The error that ends the preparation; its message names data.bad_records=skip too, unless
         that would leave out all records. any_read: other records were read."""

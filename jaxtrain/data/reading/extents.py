@@ -6,10 +6,11 @@ files, are read from their beginning, so they have one extent.
 
 import functools
 import io
+import itertools
 from collections.abc import Callable, Iterator
 
 from jaxtrain.config.sources import File
-from jaxtrain.data.reading.compressed import is_compressed, open_input
+from jaxtrain.data.reading.compressed import Reader, is_compressed, open_input
 
 BLOCK = 1 << 20  # bytes read at a time
 LINE = 1 << 14  # bytes read at a time to find the end of a line
@@ -39,18 +40,16 @@ def _lines(file: File, size: int) -> Iterator[tuple[File, int]]:
 
 def lines_before(file: File) -> int:
     """The number of lines of a JSONL file before an extent of it."""
-    blocks, rest = divmod(file.first, BLOCK)
-    counts = [_line_ends(file.path, block * BLOCK, BLOCK) for block in range(blocks)]
-    return sum(counts) + _line_ends(file.path, blocks * BLOCK, rest)
+    places = [*range(0, file.first, BLOCK), file.first]
+    return sum(_line_ends(file.path, *block) for block in itertools.pairwise(places))
 
 
 @functools.cache
-def _line_ends(path: str, first: int, size: int) -> int:
-    """The number of line ends in `size` bytes of a file. The cache lets the extents of a file count
-    its lines once together."""
-    with io.BufferedReader(open_input(path)) as stream:  # type: ignore[type-var]
-        stream.seek(first)
-        return stream.read(size).count(b"\n")
+def _line_ends(path: str, first: int, last: int) -> int:
+    """The number of line ends in bytes [first, last) of a file. The cache lets the extents of a
+    file count its lines once together."""
+    with Reader(path, first, last) as stream:
+        return stream.read().count(b"\n")
 
 
 def _row_groups(file: File, size: int) -> Iterator[tuple[File, int]]:

@@ -7,7 +7,7 @@ documents end.
     18 to 33         n and d, the numbers of sequences and of documents' bounds
     then             int32 [n]: the sequences' lengths in tokens; int64 [n]: the byte of the .bin
                      where each begins; int64 [d]: the sequence that each document begins with, then
-                     n; with images also int8 [n]: the sequences' modes
+                     n; with images, which are not read, also int8 [n]: the sequences' modes
 
 Source: _IndexWriter in Megatron-LM (megatron.core.datasets.indexed_dataset).
 """
@@ -15,7 +15,7 @@ Source: _IndexWriter in Megatron-LM (megatron.core.datasets.indexed_dataset).
 import os
 import struct
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
@@ -25,15 +25,6 @@ from jaxtrain.data.reading.compressed import open_input
 MAGIC, HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 BLOCK = 1 << 20  # entries read at a time
-MISMATCH = "one of the two files is damaged or cut short, or the index of another one"
-
-
-class Header(NamedTuple):
-    """dtype: that of the ids, little-endian. sequences, bounds: n and d."""
-
-    dtype: np.dtype
-    sequences: int
-    bounds: int
 
 
 def index_path(tokens: str) -> str:
@@ -41,9 +32,10 @@ def index_path(tokens: str) -> str:
     return tokens.removesuffix(".bin") + ".idx"
 
 
-def read_header(stream: BinaryIO, path: str) -> Header:
-    """The header of the index that lies at a path. Raises FileError for another file, for ids that
-    are no integers, and for arrays that do not fill the file."""
+def read_header(stream: BinaryIO, path: str) -> tuple[np.dtype, int, int]:
+    """What the index that lies at a path says: the little-endian type of the ids, and the numbers
+    of sequences and of documents' bounds. Raises FileError for another file, for ids that are no
+    integers, and for arrays that do not fill the file."""
     head = stream.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise FileError(
@@ -58,11 +50,9 @@ def read_header(stream: BinaryIO, path: str) -> Header:
         )
     size, needed = stream.seek(0, os.SEEK_END), HEADER.size + 12 * sequences + 8 * bounds
     what = f"{path}: {size:,} bytes for {sequences:,} sequences and {bounds:,} bounds of documents"
-    if sequences and size == needed + sequences:
-        raise FileError(f"{what}, with a mode for each sequence: write it without images")
     if size != needed or not sequences or not bounds:
-        raise FileError(f"{what}, which take {needed:,}: it is cut short or damaged")
-    return Header(np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds)
+        raise FileError(f"{what}, which take {needed:,}: it is cut short, damaged, or has images")
+    return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds
 
 
 def document_ends(tokens: str) -> Iterator[np.ndarray]:
@@ -83,6 +73,8 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
             width = np.dtype(kind).itemsize
             stream.seek(start + first * width)
             content = stream.read(min(BLOCK, most - first) * width)
+            if len(content) < min(BLOCK, most - first) * width:
+                raise FileError(f"{path}: the file was cut short while it was read")
             return np.frombuffer(content, kind).astype(np.int64)
 
         lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * count
@@ -92,20 +84,17 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
             begins = read(pointers_at, "<i8", first, count)
             ends = end + np.cumsum(lengths * dtype.itemsize)
             expected = np.append(end, ends[:-1])
-            bad = np.flatnonzero((lengths < 0) | (begins != expected) | (ends > size))
-            if len(bad):
-                i = int(bad[0])
+            is_bad = (lengths < 0) | (begins != expected) | (ends > size)
+            is_bad[-1] |= first + len(ends) == count and ends[-1] != size
+            if is_bad.any():
+                i = int(np.argmax(is_bad))
                 raise FileError(
                     f"{path}: sequence {first + i} has {lengths[i]:,} tokens from byte "
                     f"{begins[i]:,} on, and the one before ends at byte {expected[i]:,} of the "
-                    f"{size:,} of {tokens}: {MISMATCH}"
+                    f"{size:,} of {tokens}: one of the two files is damaged or cut short, or the "
+                    "index of another one"
                 )
             end = int(ends[-1])
-        if end != size:
-            raise FileError(
-                f"{path}: sequence {count - 1}, the last one, ends at byte {end:,}, and {tokens} "
-                f"has {size:,}: {MISMATCH}"
-            )
         last = place = 0  # of the bounds examined so far, the last one and its byte
         for first in range(0, bounds_count, BLOCK):
             bounds = read(pointers_at + 8 * count, "<i8", first, bounds_count)

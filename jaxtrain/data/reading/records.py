@@ -16,6 +16,7 @@ Readers yield the pieces of documents. They yield a BadRecord instead of a recor
 read, and raise one if the rest of the file cannot be read.
 """
 
+import contextlib
 import difflib
 import json
 import os
@@ -75,7 +76,8 @@ def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
         for piece in documents_of(_lines(stream, file), "a line", runs, stream.taken):
             # Lines before an extent are counted only where a line's number is needed.
             if file.first and isinstance(piece, BadRecord):
-                piece = piece.lines_below(lines_before(file))
+                line = int(piece.where.rpartition(":")[2]) + lines_before(file)
+                piece = BadRecord(f"{file.path}:{line}", piece.what, piece.fix, piece.settings)
             yield piece
 
 
@@ -185,12 +187,12 @@ def _has_records_as_lines(path: str) -> bool:
 def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a Parquet file. A compressed one is decompressed into `scratch` before, since
     its parts are not read in their order."""
-    if addresses.is_address(file.path) and not is_compressed(file.path):
-        with StoreStream(file.path, ahead=0) as stream:
-            yield from _parquet_rows(file, stream, runs)
-        return
-    with plain_file(file.path, scratch) as path:
-        yield from _parquet_rows(file, path, runs)
+    is_stored = addresses.is_address(file.path) and not is_compressed(file.path)
+    opened: contextlib.AbstractContextManager[Any] = (
+        StoreStream(file.path, ahead=0) if is_stored else plain_file(file.path, scratch)
+    )
+    with opened as content:
+        yield from _parquet_rows(file, content, runs)
 
 
 def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -> TextPieces:
@@ -209,27 +211,23 @@ def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -
         with pyarrow.parquet.ParquetFile(
             content, pre_buffer=False, buffer_size=size, page_checksum_verification=True
         ) as parquet:
-            count = parquet.metadata.num_rows
-            batches = parquet.iter_batches(batch_size=1)
-            columns = _columns(file.path, parquet.schema_arrow, batches, count, runs)
-            size = file.size // max(1, count)
+            columns = _columns(parquet.schema_arrow, runs)
+            size = file.size // max(1, parquet.metadata.num_rows)
             for group in range(file.last or parquet.num_row_groups):
                 row, end = end, end + parquet.metadata.row_group(group).num_rows
                 if group < file.first:
                     continue
                 try:
                     for batch in parquet.iter_batches(ROWS, [group], columns):
-                        for record in _records(batch):
-                            row += 1
-                            yield from _row(
-                                record, runs, f"{file.path}: row {row}", "Parquet", size
-                            )
+                        entries = _rows(batch, file.path, row, "Parquet")
+                        yield from documents_of(entries, "a row", runs, lambda: size)
+                        row += len(batch)
                 except errors as error:
-                    yield _unreadable(
+                    yield unreadable(
                         f"{file.path}: rows {row + 1} to {end}", "Parquet", error, end - row
                     )
     except errors as error:
-        raise _unreadable(f"{file.path}: row {end + 1}", "Parquet", error) from error
+        raise unreadable(f"{file.path}: row {end + 1}", "Parquet", error) from error
 
 
 def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
@@ -239,28 +237,28 @@ def read_arrow(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
 
     row = 0
     if not is_compressed(file.path) and not _has_arrow_end(file.path):
-        what = "it lacks the mark of its end, as if it were cut short or still written"
-        yield DamagedFile(file.path, what, "get the file again")
+        yield DamagedFile(
+            file.path,
+            "it lacks the mark of its end, as if it were cut short or still written",
+            "get the file again",
+        )
     try:
         with Reader(file.path) as stream:
             has_footer = stream.peek(len(ARROW_FILE)).startswith(ARROW_FILE)
             if has_footer:
                 stream.read(len(ARROW_FILE) + 2)  # two zeros follow
             reader = pyarrow.ipc.open_stream(stream)
-            batches: Iterator[Any] = iter(reader)
-            batch = next(batches, None)
-            columns = _columns(file.path, reader.schema, iter([batch] if batch else []), 1, runs)
-            while batch is not None:
+            columns = _columns(reader.schema, runs)
+            for batch in reader:
                 for first in range(0, len(batch), ROWS):
-                    for record in _records(batch.select(columns).slice(first, ROWS)):
-                        row += 1
-                        where = f"{file.path}: row {row}"
-                        yield from _row(record, runs, where, "Arrow", stream.taken())
-                batch = next(batches, None)
+                    few = batch.select(columns).slice(first, ROWS)
+                    entries = _rows(few, file.path, row, "Arrow")
+                    yield from documents_of(entries, "a row", runs, stream.taken)
+                    row += len(few)
             if not has_footer and stream.read(1):
                 yield DamagedFile(f"{file.path}: row {row + 1}", "bytes follow the stream's end")
     except (pyarrow.ArrowException, *UNREADABLE) as error:
-        raise _unreadable(f"{file.path}: row {row + 1}", "Arrow", error) from error
+        raise unreadable(f"{file.path}: row {row + 1}", "Arrow", error) from error
 
 
 def _has_arrow_end(path: str) -> bool:
@@ -275,86 +273,42 @@ def _has_arrow_end(path: str) -> bool:
     return tail == ARROW_END or not head.startswith(ARROW_END[:4])
 
 
-def _records(batch: Any) -> list[Any]:
-    """The records of a pyarrow.RecordBatch; if a value is none of its type, a batch for each."""
+def _rows(batch: Any, path: str, before: int, format: str) -> Iterator[JsonValue]:
+    """The rows of a pyarrow.RecordBatch, which follow so many of their file, as records, and the
+    errors of those with a value that is none of its type."""
     try:
         batch.validate(full=True)  # without it a damaged offset would be followed
-        return batch.to_pylist()
-    except (ValueError, OverflowError):
-        return [batch.slice(row, 1) for row in range(len(batch))]
-
-
-def _row(record: Any, runs: Runs, where: str, format: str, size: int) -> TextPieces:
-    """The pieces of a record of a file of `format`, or the error of a bad one."""
-    try:
-        if not isinstance(record, dict):
-            record.validate(full=True)
-            (record,) = record.to_pylist()
-        yield from _document(record, runs, where, size)
-    except BadRecord as bad:
-        yield bad
+        records = batch.to_pylist()
     except (ValueError, OverflowError) as error:
-        yield _unreadable(where, format, error)
+        if len(batch) == 1:
+            yield unreadable(f"{path}: row {before + 1}", format, error)
+            return
+        for row in range(len(batch)):
+            yield from _rows(batch.slice(row, 1), path, before + row, format)
+    else:
+        for number, record in enumerate(records, before + 1):
+            yield f"{path}: row {number}", "", record
 
 
-def _unreadable(where: str, format: str, error: Exception, records: int = 1) -> DamagedFile:
-    """The error for content that pyarrow cannot read. Raises an error of the disk."""
+def unreadable(where: str, format: str, error: Exception, records: int = 1) -> DamagedFile:
+    """The error for content that a format's library cannot read. Raises an error of the disk."""
     if isinstance(error, OSError) and error.errno:
         raise error
     reason = (str(error).splitlines() or ["it ends too early"])[0]
     return DamagedFile(where, f"not readable as {format}: {reason}", records=records)
 
 
-def _columns(path: str, schema: Any, batches: Iterator[Any], rows: int, runs: Runs) -> list[str]:
-    """The columns of a pyarrow.Schema that have the fields of the runs.
-
-    batches: those of its file, of which the first one's first record suggests fields; rows: the
-    records that are lost with a wrong field.
-
-    Raises BadRecord for a field that is missing or not text.
-    """
+def _columns(schema: Any, runs: Runs) -> list[str]:
+    """The columns of a pyarrow.Schema that have the fields of the runs. If one is missing or cannot
+    be text, all columns, among which the error of the first record names those that are."""
     import pyarrow
 
-    fields = [name for _, names in runs for name in names]
-    # the items of lists that a path names
-    indices = {part for name in fields for part in name.split(".") if part.isdecimal()}
-
-    def shape_of(kind: Any) -> Any:
-        if pyarrow.types.is_struct(kind):
-            return {
-                kind.field(i).name: shape_of(kind.field(i).type) for i in range(kind.num_fields)
-            }
-        if (
-            pyarrow.types.is_list(kind)
-            or pyarrow.types.is_large_list(kind)
-            or pyarrow.types.is_fixed_size_list(kind)
-        ):
-            return dict.fromkeys(indices, shape_of(kind.value_type))
-        return kind
-
-    def bad_field(what: str, fix: str) -> BadRecord:
-        batch = next(batches, None)
-        settings = ""
-        if batch:
-            first = batch.slice(0, 1)
-            first.validate(full=True)
-            settings = _fitting_fields(first.to_pylist()[0], runs)
-        return BadRecord(f"{path}: row 1", what, fix, settings, rows)
-
-    shape = {column.name: shape_of(column.type) for column in schema}
     columns: list[str] = []
-    for name in fields:
-        column = _field(shape, name)
-        if column is MISSING:
-            raise bad_field(_no_field(shape, name), SET_FIELDS)
-        value = column.value_type if isinstance(column, pyarrow.DictionaryType) else column
-        if not (
-            value == pyarrow.string()
-            or value == pyarrow.large_string()
-            or value == pyarrow.string_view()
-        ):
-            raise bad_field(f"field {name!r} is {_kind(column)}, not text", SET_FIELDS)
-        columns += [column for column in shape if name == column or name.startswith(f"{column}.")]
+    for name in (name for _, names in runs for name in names):
+        matches = [one for one in schema if name == one.name or name.startswith(f"{one.name}.")]
+        if not matches or pyarrow.types.is_primitive(matches[0].type):
+            return schema.names
+        columns += [one.name for one in matches]
     return list(dict.fromkeys(columns))
 
 
@@ -469,9 +423,9 @@ def _kind(value: Any) -> str:
         int: "a number",
         float: "a number",
         str: "text",
-        bytes: "bytes that are not UTF-8",
+        bytes: "bytes",
         list: "a list",
         dict: "an object",
         type(None): "null",
     }
-    return kinds.get(type(value), str(value))
+    return kinds.get(type(value), f"a {type(value).__name__}")

@@ -1,6 +1,7 @@
 """Token files (.bin, .npy, Megatron's .bin with .idx): the tokens of a source as one array, and the
 error for an id that no tokenizer of the run makes, with the setting that reads the file."""
 
+import io
 import os
 import pathlib
 import tokenize
@@ -15,9 +16,10 @@ from jaxtrain.data.reading.bad_records import FileError
 from jaxtrain.data.reading.compressed import is_compressed, open_input
 from jaxtrain.data.reading.joined import Joined, Sliced
 from jaxtrain.data.reading.megatron_index import index_path, read_header
-from jaxtrain.data.stores.ranges import StoreArray, stored_array
+from jaxtrain.data.stores.ranges import StoreArray, StoreFile, block_cache
 from jaxtrain.data.tokenizer import NoTokenizer, Tokenizer
 
+NPY_HEADER = 1 << 14  # bytes that hold an .npy file's header
 MOST_IDS = 2**24  # more than any tokenizer has
 
 
@@ -96,50 +98,48 @@ def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memm
     data: token_dtype, cache and store_cache_gb are used
     raw_dtype: takes the place of data.token_dtype
     """
+    is_stored, begin = addresses.is_address(path), 0
+    size = file.size if is_stored else os.path.getsize(path)
     if file.format == "npy":
-        try:
-            ids = (
-                _stored_npy(file, data)
-                if addresses.is_address(path)
-                else np.load(pathlib.Path(path), mmap_mode="r", allow_pickle=False)
-            )
-        except (ValueError, EOFError, OverflowError, MemoryError, tokenize.TokenError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise FileError(f"{file.path}:1: not an .npy file of numbers: {reason}") from error
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+        dtype, count, begin = _npy_header(file, path)
+        if begin + count * dtype.itemsize > size:
             raise FileError(
-                f"{file.path}:1: holds {ids.dtype} of shape {ids.shape}, and must hold "
-                "integers of one dimension, at least one"
+                f"{file.path}: {size:,} bytes, which are too few for its {count:,} {dtype} ids: it "
+                "is cut short or damaged"
             )
-        return ids
-    size = file.size if path == file.path else os.path.getsize(path)
-    if file.format == "megatron":
-        index = index_path(file.path)
-        with open_input(index, ahead=0) as stream:
-            dtype = read_header(stream, index).dtype
-        whose = f"{dtype.name}, the type in its index"
     else:
-        dtype = token_dtype_of(raw_dtype or data.token_dtype)
-        whose = f"data.token_dtype={data.token_dtype}"
-    if size % dtype.itemsize or not size:
-        raise FileError(f"{file.path}: {size} bytes are no whole number of tokens of {whose}")
-    if addresses.is_address(path):
-        return stored_array(file, data, dtype)
-    return np.memmap(pathlib.Path(path), dtype, "r")
+        if file.format == "megatron":
+            index = index_path(file.path)
+            with open_input(index, ahead=0) as stream:
+                dtype, *_ = read_header(stream, index)
+            whose = f"{dtype.name}, the type in its index"
+        else:
+            dtype = token_dtype_of(raw_dtype or data.token_dtype)
+            whose = f"data.token_dtype={data.token_dtype}"
+        count = size // dtype.itemsize
+        if size % dtype.itemsize or not size:
+            raise FileError(f"{file.path}: {size} bytes are no whole number of tokens of {whose}")
+    if is_stored:
+        return StoreArray(StoreFile(file, block_cache(data)), dtype, begin, count)
+    return np.memmap(pathlib.Path(path), dtype, "r", begin, (count,))
 
 
-def _stored_npy(file: File, data: Any) -> StoreArray:
-    """The array of an .npy file in a store. Raises ValueError for another file."""
-    with open_input(file.path, ahead=0) as stream:
-        version = np.lib.format.read_magic(stream)
-        headers = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }
-        if version not in headers:
-            raise ValueError(f"version {version} of the format is not known")
-        shape, _, dtype = headers[version](stream)
-        return stored_array(file, data, dtype, stream.tell(), shape)
+def _npy_header(file: File, path: str) -> tuple[np.dtype, int, int]:
+    """The type, the number and the first byte of the ids in an .npy file that lies at a path."""
+    with open_input(path, ahead=0) as stream:
+        head = io.BytesIO(stream.read(NPY_HEADER))  # a damaged length is no reason to read more
+    read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+    try:
+        shape, _, dtype = read[np.lib.format.read_magic(head)[0]](head)
+    except (KeyError, ValueError, EOFError, OverflowError, tokenize.TokenError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FileError(f"{file.path}:1: not an .npy file of numbers: {reason}") from error
+    if len(shape) != 1 or dtype.kind not in "iu" or shape[0] < 1:
+        raise FileError(
+            f"{file.path}:1: holds {dtype} of shape {shape}, and must hold integers of one "
+            "dimension, at least one"
+        )
+    return dtype, shape[0], head.tell()
 
 
 def read_tokens(ids: np.memmap | StoreArray, most: int) -> Iterator[np.ndarray]:

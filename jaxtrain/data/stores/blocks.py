@@ -87,6 +87,8 @@ class BlockCache:
         if len(content) < end - begin:
             self.give_up(file, [block])  # damaged
             return None
+        if len(self._checked) > self.slots:  # most are of blocks that are gone
+            self._checked.clear()
         self._checked[file, block] = slot
         self._index["used"][slot] = time.time()
         return content
@@ -108,7 +110,7 @@ class BlockCache:
                     self._index[slot] = (file, block, now, 0, 0)
         return claimed
 
-    def store(self, file: int, block: int, content: bytes) -> None:
+    def store(self, file: int, block: int, content: bytes | memoryview) -> None:
         """Stores a claimed block, unless its slot was taken meanwhile or the disk is full."""
         with self._alone():
             slot = self._slot(file, block)

@@ -14,8 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import fsspec
 
@@ -27,18 +27,9 @@ from jaxtrain.run import streams, watchdog
 T = TypeVar("T")
 
 
-class Protocol(NamedTuple):
-    """A kind of stores. name: fsspec's; options: of its file systems that read sources, beside
-    those of `configure`."""
-
-    name: str
-    options: dict[str, Any] = {}
-
-
 # Few attempts in the library, which does not tell of them: waited_out tries again, and the
 # watchdog knows.
-_READING = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 1}}
-PROTOCOLS = {"s3": Protocol("s3", {"config_kwargs": _READING}), "gs": Protocol("gcs")}
+READING = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 1}}
 WAITS_S = (1.0, 2.0, 4.0, 8.0)  # between the attempts of a read; the last one stands for all others
 PATIENCE_S = 3600.0  # seconds of failures, after which the run ends
 TIMEOUTS = {
@@ -57,16 +48,18 @@ LIBRARIES = (
     "requests",
     "httpx2",
 )
-LASTING = (
-    "Credential",
-    "Profile",
-    "Validation",
-    "Expired",
-)  # in names of errors that no wait mends
+# in the names of errors that no wait mends, and how gcsfs begins the texts of such ones
+LASTING, REFUSED = (
+    ("Credential", "Profile", "Validation", "Expired"),
+    ("Forbidden: ", "Bad Request: "),
+)
 # What an information of fsspec has that is another for other content, the most certain first.
 VERSIONS = ("ETag", "md5Hash", "generation", "etag", "blob_id", "mtime", "created")
-_away: list[float] = []  # when each read that is being tried again failed first
-_lock = threading.Lock()
+# when the outage that was told began; setdefault and pop make one thread the first, and the last
+_outage: dict[str, float] = {}
+# Set when nobody needs what is read: no outage is waited out then, and nothing is read ahead, for
+# the process would wait for that when it ends.
+given_up = threading.Event()
 
 
 def scheme_of(path: str | os.PathLike) -> str:
@@ -78,10 +71,10 @@ def scheme_of(path: str | os.PathLike) -> str:
 def configure(scheme: str) -> None:
     """Sets the options of a store's library, for every file system of it that is made later."""
     # fsspec would list a folder once and believe that for good, but other processes write there.
-    options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme == "s3":
-        options["config_kwargs"] = TIMEOUTS
-    fsspec.config.conf.setdefault(PROTOCOLS[scheme].name, {}).update(options)
+    options = {"use_listings_cache": False} | (
+        {"config_kwargs": TIMEOUTS} if scheme == "s3" else {}
+    )
+    fsspec.config.conf.setdefault(scheme, {}).update(options)
     # gcsfs logs what it raises, too, with a traceback
     logging.getLogger(addresses.PACKAGES[scheme]).setLevel(logging.CRITICAL)
 
@@ -98,7 +91,8 @@ def _filesystem(scheme: str) -> Any:
         return hub.filesystem()
     configure(scheme)
     # fsspec's own instances are one for each thread, with connections of its own
-    store = fsspec.filesystem(PROTOCOLS[scheme].name, **PROTOCOLS[scheme].options)
+    options = {"config_kwargs": READING} if scheme == "s3" else {}
+    store = fsspec.filesystem(scheme, **options)
     store.retries = 1  # of s3fs and gcsfs
     return store
 
@@ -110,7 +104,7 @@ def failure(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or words
     library = type(error).__module__.partition(".")[0]
-    return words if library in LIBRARIES else ""
+    return words if library in LIBRARIES or words.startswith(REFUSED) else ""
 
 
 def refusal(address: str, error: Exception) -> StoreError | None:
@@ -120,49 +114,38 @@ def refusal(address: str, error: Exception) -> StoreError | None:
         return None
     if named := hub.repository("data.source", address):
         return hub.refusal(named, error)
-    lasts = isinstance(error, FileNotFoundError | PermissionError)
-    lasts = lasts or any(word in type(error).__name__ for word in LASTING)
+    lasts = (
+        isinstance(error, FileNotFoundError | PermissionError)
+        or any(word in type(error).__name__ for word in LASTING)
+        or str(error).startswith(REFUSED)
+        or getattr(error, "code", 0) == 401  # of gcsfs
+    )
     return (StoreError if lasts else StoreAwayError)(f"{address} cannot be read ({why})")
 
 
 def waited_out(address: str, read: Callable[[], T]) -> T:
     """What read() returns, which is called again while the store of an address does not answer. An
-    outage is told once. Raises StoreError."""
+    outage and its end are told once, whatever the number of threads. Raises StoreError."""
     began = time.monotonic()
-    with contextlib.ExitStack() as outage:
+    with contextlib.ExitStack() as excuse:
         for attempt in itertools.count():
             try:
-                return read()
+                result = read()
+                break
             except Exception as error:
                 if (problem := refusal(address, error)) is None:
                     raise
-                is_over = time.monotonic() - began > PATIENCE_S
+                is_over = given_up.is_set() or time.monotonic() - began > PATIENCE_S
                 if is_over or not isinstance(problem, StoreAwayError):
                     raise problem from error
             if not attempt:  # one failed request is nothing to tell of, and no hang
-                outage.enter_context(watchdog.excused(address))
-            elif attempt == 1:
-                outage.enter_context(_told(problem))
-            time.sleep(WAITS_S[min(attempt, len(WAITS_S) - 1)])
-    raise AssertionError
-
-
-@contextlib.contextmanager
-def _told(problem: StoreAwayError) -> Iterator[None]:
-    """A context in which a store is away: its first thread tells of it, and its last one of the
-    store's return."""
-    began = time.monotonic()
-    with _lock:
-        _away.append(began)
-        if len(_away) == 1:
-            streams.log(f"warning: {problem}: it is tried again until the store answers")
-    try:
-        yield
-    finally:
-        with _lock:
-            _away.remove(began)
-            if not _away:
-                streams.log(f"the store has answered, after {time.monotonic() - began:.0f} s")
+                excuse.enter_context(watchdog.excused(address))
+            elif attempt == 1 and _outage.setdefault("began", began) == began:
+                streams.log(f"warning: {problem}: it is tried again until the store answers")
+            given_up.wait(WAITS_S[min(attempt, len(WAITS_S) - 1)])
+    if attempt > 1 and (since := _outage.pop("began", None)):
+        streams.log(f"the store has answered, after {time.monotonic() - since:.0f} s")
+    return result
 
 
 def read_range(address: str, begin: int, end: int, waits: bool = True) -> bytes:

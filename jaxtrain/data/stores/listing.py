@@ -22,31 +22,33 @@ def find(name: str) -> Source:
     while glob.has_magic(root):
         root, _, last = root.rpartition("/")
         pattern = (last, *pattern)
-    infos = _of_hub(root, named) if named else _of_store(root, name)
+    places = [root]
+    if not pattern and root.endswith((".bin", ".idx")):  # a file of Megatron's has its index beside
+        places = [f"{root[:-4]}.bin", f"{root[:-4]}.idx"]
+        root, _, last = root.rpartition("/")
+        pattern = (last,)
     files = [
         File(path, sources.format_of(path), info["size"], filesystem.version_of(info))
-        for path, info in infos.items()
+        for place in places
+        for path, info in _infos(place, name, named).items()
         if not path.endswith("/")  # an empty object that some programs make for a folder
     ]
     return sources.find_among(name, pathlib.Path(root), pattern, files)
 
 
-def _of_hub(root: str, named: hub.Repository) -> dict[str, dict[str, Any]]:
-    """Address → information of fsspec, of a repository's file or those in a folder of it."""
-    return {
-        path: info for path, info in hub.tree(named).items() if f"{path}/".startswith(f"{root}/")
-    }
-
-
-def _of_store(root: str, name: str) -> dict[str, dict[str, Any]]:
-    """The same of a file of a store, or of those below an address. Raises StoreError."""
-    store = filesystem.filesystem(root)
-    key = store._strip_protocol(root)
+def _infos(place: str, name: str, named: hub.Repository | None) -> dict[str, dict[str, Any]]:
+    """Address → information of fsspec, of a file, or of those below an address, in a store or in
+    the hub's repository `named`. Raises StoreError."""
+    if named:
+        tree = hub.tree(named)
+        return {path: info for path, info in tree.items() if f"{path}/".startswith(f"{place}/")}
+    store = filesystem.filesystem(place)
+    key = store._strip_protocol(place)
     try:
-        below = store.find(root, detail=True)
+        below = store.find(place, detail=True)
         # fsspec's own walk finds a file without saying anything about it
         return {
-            root + path.removeprefix(key): info or store.info(path) for path, info in below.items()
+            place + path.removeprefix(key): info or store.info(path) for path, info in below.items()
         }
     except Exception as error:
         raise filesystem.refusal(f"data.source={name}", error) or error from error

@@ -4,15 +4,14 @@ stream that reads ahead."""
 import concurrent.futures
 import functools
 import hashlib
-import io
 import json
-import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from fsspec.spec import AbstractBufferedFile
 
 from jaxtrain.config.sources import File
 from jaxtrain.data.errors import StoreError
@@ -20,6 +19,7 @@ from jaxtrain.data.preparing import cache
 from jaxtrain.data.stores.blocks import BLOCK, BlockCache
 from jaxtrain.data.stores.filesystem import (
     filesystem,
+    given_up,
     read_range,
     version_of,
     waited_out,
@@ -35,7 +35,7 @@ NEEDED, AHEAD = (
     for name in ("needed", "ahead")
 )
 
-_ahead: set[Future[None]] = set()  # that are queued, or run
+Content = bytes | memoryview
 
 
 class StoreFile:
@@ -52,7 +52,7 @@ class StoreFile:
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end), which must be in the file."""
-        blocks, parts = _blocks(begin, end), dict[int, bytes]()
+        blocks, parts = _blocks(begin, end), dict[int, Content]()
         while True:
             for block in blocks:
                 if block not in parts:
@@ -72,18 +72,19 @@ class StoreFile:
         """Requests the blocks of a range that are missing, and does not wait for them. is_needed:
         they will be read at once; of others a failure is left to `read`."""
         blocks = [block for block in _blocks(begin, end) if not self._cache.has(self._id, block)]
-        if is_needed and blocks:
+        if is_needed:
             self._request(blocks)
             return
         for at in range(0, len(blocks), TOGETHER):
-            _ahead.add(future := AHEAD.submit(self._read_ahead, blocks[at : at + TOGETHER]))
-            future.add_done_callback(_ahead.discard)
+            AHEAD.submit(self._read_ahead, blocks[at : at + TOGETHER])
 
     def _read_ahead(self, blocks: Sequence[int]) -> None:
+        if given_up.is_set():
+            return
         for together in self._claimed(blocks):  # now, so that a claim does not wait in a queue
             self._fetch(together, is_needed=False)
 
-    def _request(self, blocks: Sequence[int]) -> list[Future[dict[int, bytes]]]:
+    def _request(self, blocks: Sequence[int]) -> list[Future[dict[int, memoryview]]]:
         """Requests for those of some ascending blocks that nobody has claimed."""
         return [NEEDED.submit(self._fetch, together) for together in self._claimed(blocks)]
 
@@ -97,11 +98,12 @@ class StoreFile:
                 requests.append([block])
         return requests
 
-    def _fetch(self, blocks: Sequence[int], is_needed: bool = True) -> dict[int, bytes]:
+    def _fetch(self, blocks: Sequence[int], is_needed: bool = True) -> dict[int, memoryview]:
         """The content of adjacent blocks that this process has claimed."""
         begin, end = blocks[0] * BLOCK, min((blocks[-1] + 1) * BLOCK, self.file.size)
         try:
-            content = read_range(self.file.path, begin, end, is_needed)
+            # a view, so that its parts are no copies
+            content = memoryview(read_range(self.file.path, begin, end, is_needed))
             self._check(len(content) == end - begin)
         except BaseException:
             self._cache.give_up(self._id, blocks)
@@ -131,16 +133,15 @@ class StoreArray:
 
     Args:
       file: has it, from byte `offset` on.
-      shape: [n] if it can be read.
+      count: the number of its elements.
     """
 
-    def __init__(self, file: StoreFile, dtype: np.dtype, offset: int, shape: tuple[int, ...]):
-        self._file, self._offset, self.dtype, self.shape = file, offset, dtype, shape
-        self.ndim, self.filename = len(shape), file.file.path
-        self.nbytes = math.prod(shape) * dtype.itemsize
+    def __init__(self, file: StoreFile, dtype: np.dtype, offset: int, count: int):
+        self._file, self._offset, self.dtype, self._count = file, offset, dtype, count
+        self.filename, self.nbytes = file.file.path, count * dtype.itemsize
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return self._count
 
     def __getitem__(self, where: slice) -> np.ndarray:
         begin, end = self._bytes(*where.indices(len(self))[:2])
@@ -155,22 +156,6 @@ class StoreArray:
         return self._offset + first * size, self._offset + max(first, last) * size
 
 
-def stored_array(
-    file: File,
-    data: Any,
-    dtype: np.dtype,
-    offset: int = 0,
-    shape: tuple[int, ...] | None = None,
-) -> StoreArray:
-    """The array in a file of a store, through the cache that a config's `data` names; shape None:
-    [n], to the end of the file. Raises ValueError for a file that is too short."""
-    shape = ((file.size - offset) // dtype.itemsize,) if shape is None else shape
-    array = StoreArray(StoreFile(file, block_cache(data)), dtype, offset, shape)
-    if offset + array.nbytes > file.size:
-        raise ValueError(f"{array.nbytes:,} bytes for {shape}, and the file has {file.size:,}")
-    return array
-
-
 def block_cache(data: Any) -> BlockCache:
     """The cache of blocks that a config's `data` names. Raises CacheError."""
     root = cache.folder_of(data.cache)
@@ -183,7 +168,7 @@ def block_cache(data: Any) -> BlockCache:
 _block_cache = functools.cache(BlockCache)
 
 
-class StoreStream(io.RawIOBase):
+class StoreStream(AbstractBufferedFile):  # type: ignore[misc]
     """The bytes of a file of a store, from any place on. Waits an outage out.
 
     Args:
@@ -191,31 +176,12 @@ class StoreStream(io.RawIOBase):
     """
 
     def __init__(self, address: str, ahead: int = PART):
-        self._address, opened = address, filesystem(address).open
-        open_file = functools.partial(opened, address, block_size=ahead, cache_type="readahead")
-        self._file = waited_out(address, open_file)
+        store = filesystem(address)
+        size = waited_out(address, functools.partial(store.size, address))
+        super().__init__(store, address, block_size=ahead, size=size)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def readinto(self, buffer: Any) -> int:
-        return waited_out(self._address, lambda: self._file.readinto(buffer))
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def stop_reading_ahead() -> None:
-    """Gives up what is queued to be read ahead, for which the process would wait when it ends."""
-    for future in tuple(_ahead):
-        future.cancel()
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return read_range(self.path, start, end)
 
 
 def _blocks(begin: int, end: int) -> range:
