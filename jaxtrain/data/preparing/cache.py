@@ -157,18 +157,10 @@ def _locked(path: pathlib.Path, progress: bool) -> Iterator[bool]:
             except OSError:
                 yield False
                 return
-            if not _is_at(file.fileno(), path):
+            if not os.fstat(file.fileno()).st_nlink:
                 continue  # its last holder has removed it, and later processes lock another file
             try:
                 yield True
             finally:
                 path.unlink(missing_ok=True)
             return
-
-
-def _is_at(descriptor: int, path: pathlib.Path) -> bool:
-    """True if an open file is the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.sources import Source
+from jaxtrain.config.sources import File, Source
 from jaxtrain.data.corpus import CHUNK
 from jaxtrain.data.preparing import duplicates, own_filter
 from jaxtrain.data.preparing.corpus_writer import INFO, CorpusWriter, ReadingProgress
@@ -75,18 +75,21 @@ class StoredPart:
 def divide(source: Source) -> list[Part]:
     """The parts of a source of text or records, in the order of the corpus. Reads the places where
     large files may be divided. Raises OSError for a file that has gone."""
-    parts: list[Part] = []
+    groups: list[tuple[int, list[File]]] = []  # the number of the first file, and the extents
+    sizes: list[int] = []
     for number, file in enumerate(source.files):
         for extent, size in extents(file, PART):
-            last = parts[-1] if parts else None
-            if last and last.size + size <= PART:
-                together = (*last.source.files, extent)
-                alone = dataclasses.replace(source, files=together, unreadable=())
-                parts[-1] = dataclasses.replace(last, source=alone, size=last.size + size)
-            else:
-                alone = dataclasses.replace(source, files=(extent,), unreadable=())
-                parts.append(Part(len(parts), alone, number, size))
-    return parts
+            if not groups or sizes[-1] + size > PART:
+                groups.append((number, []))
+                sizes.append(0)
+            groups[-1][1].append(extent)
+            sizes[-1] += size
+    return [
+        Part(
+            i, dataclasses.replace(source, files=tuple(group), unreadable=()), first_file, sizes[i]
+        )
+        for i, (first_file, group) in enumerate(groups)
+    ]
 
 
 def encode_part(
