@@ -25,7 +25,7 @@ from jaxtrain.config.errors import PLACEHOLDER, UsageError, unfilled
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.rules import checks
-from jaxtrain.data import hub
+from jaxtrain.data.stores import hub
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import has_devices, start_jax

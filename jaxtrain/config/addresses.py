@@ -11,7 +11,7 @@ import re
 
 # by scheme, the package through which that store is read and written
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
-HUB = "hf://"  # how the address of a source in the Hugging Face hub begins (data/hub.py)
+HUB = "hf://"  # how the address of a source in the Hugging Face hub begins (data/stores/hub.py)
 _LOOKS = re.compile(r"([^:/]*):/(/?)(.*)", re.DOTALL)
 
 

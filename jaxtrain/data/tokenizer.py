@@ -26,7 +26,6 @@ import numpy as np
 import tokenizers
 
 from jaxtrain.config.errors import cut, shown
-from jaxtrain.data import hub
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.marks import (
     BESIDE,
@@ -37,6 +36,7 @@ from jaxtrain.data.marks import (
     plain_marks,
     read_marks,
 )
+from jaxtrain.data.stores import hub
 from jaxtrain.run.files import read_regular
 
 TOKENIZER = "tokenizer.json"  # its name in a published model

@@ -21,8 +21,8 @@ from jaxtrain import config as cfg
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules.field_rules import field_violation
 from jaxtrain.config.sources import holds_tokens
-from jaxtrain.data import hub
 from jaxtrain.data.errors import StoreError
+from jaxtrain.data.stores import hub
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
 from jaxtrain.hf.model_config import FREE, differing, read_model

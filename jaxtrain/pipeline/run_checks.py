@@ -25,7 +25,7 @@ from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.mesh_rules import on_mesh
 from jaxtrain.config.rules.mixture_rules import of_corpora
 from jaxtrain.config.rules.rules import SettingsRule, Violation, values_for
-from jaxtrain.data import hub
+from jaxtrain.data.stores import hub
 from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.step.planned_op_times import HardwareError, load, model_of

@@ -11,6 +11,7 @@ import pytest
 
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError, sources
+from jaxtrain.config.groups import formats
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.unused import unused_settings
 
@@ -65,13 +66,13 @@ def refusal(source):
 )
 def test_endings(name, format, ending):
     assert sources.format_of(name) == format
-    assert sources.ending(name) == ending
+    assert formats.ending(name) == ending
     assert sources.holds_tokens(name) == (format in ("bin", "npy"))
 
 
 def test_compressions_are_no_part_of_a_format():
     names = ("a.jsonl.gz", "a.txt.ZST", "d.gz/a.json", "a.bz2", "x")
-    plain = [sources.without_compression(name) for name in names]
+    plain = [formats.without_compression(name) for name in names]
     assert plain == ["a.jsonl", "a.txt", "d.gz/a.json", "a", "x"]
 
 
@@ -81,7 +82,7 @@ def test_every_format_has_a_reader_unless_it_holds_tokens():
             assert not format.reader
         else:
             assert callable(pkgutil.resolve_name(f"jaxtrain.data.reading.{format.reader}"))
-        assert not format.title or format.title in sources.HELP
+        assert not format.title or format.title in formats.HELP
 
 
 # --- folders and patterns -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import sys
 import pyarrow
 import pytest
 
-from jaxtrain.config.sources import COMPRESSIONS
+from jaxtrain.config.groups.formats import COMPRESSIONS
 from jaxtrain.data.reading import compressed
 from jaxtrain.data.reading.bad_records import BadRecord
 from jaxtrain.data.reading.compressed import Reader

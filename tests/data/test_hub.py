@@ -15,15 +15,15 @@ import pytest
 from support import ROOT
 from support.hub_server import TOKEN, HubServer
 
-from jaxtrain.data import hub as hub_room
 from jaxtrain.data.errors import StoreError
+from jaxtrain.data.stores import hub as hub_room
 from jaxtrain.run.exit_status import ExitStatus
 
 # For each line of standard input, [setting, name, files, workdir]: a line with the folder, its
 # files, and the name at its commit; or with status and text of the error.
 PROGRAM = """
 import json, os, sys
-from jaxtrain.data import hub
+from jaxtrain.data.stores import hub
 from jaxtrain.run.exit_status import RunError
 if "HURRY" in os.environ:
     hub.WAITS_S, hub.ANSWER_S = (0.5,), 1.0
@@ -253,7 +253,7 @@ def test_a_killed_download_is_not_used(programs, tmp_path):
 PREPARE = """
 import json, sys
 from jaxtrain.config import Config, DataConfig
-from jaxtrain.data import hub
+from jaxtrain.data.stores import hub
 from jaxtrain.data.preparing.prepare import prepare
 from jaxtrain.run.exit_status import RunError
 for source, cache in map(json.loads, sys.stdin):

@@ -4,7 +4,8 @@ import gzip
 import pathlib
 import tempfile
 
-from jaxtrain.config.sources import HELP, find
+from jaxtrain.config.groups.formats import HELP
+from jaxtrain.config.sources import find
 from jaxtrain.data.reading.bad_records import Skipped
 from jaxtrain.data.reading.documents import pieces
 

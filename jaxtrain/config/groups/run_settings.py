@@ -3,10 +3,10 @@ jax."""
 
 import dataclasses
 
+from jaxtrain.config.groups.formats import HELP, RECORDS, STDLIB
 from jaxtrain.config.groups.setting import Choices, Range, as_entries, setting
 from jaxtrain.config.learning_rates import LEARNING_RATES
 from jaxtrain.config.optimizers import OPTIMIZERS, meaning
-from jaxtrain.config.sources import HELP, RECORDS, STDLIB
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import ConfigError, addresses, own_code, sources
+from jaxtrain.config.groups.formats import RECORDS
 from jaxtrain.data.corpus import CHUNK, Corpus
 from jaxtrain.data.preparing import cache, duplicates
 from jaxtrain.data.preparing.adopt import adopt_corpus
@@ -321,7 +322,7 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
         check_files(source)
     if data.loss_mask and not source.has_fields:
         raise DataError(
-            f"data.loss_mask={mask} names fields of {sources.RECORDS}, and data.source={name} has "
+            f"data.loss_mask={mask} names fields of {RECORDS}, and data.source={name} has "
             "none: leave it empty"
         )
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from jaxtrain.config import addresses
-from jaxtrain.config.sources import COMPRESSIONS
+from jaxtrain.config.groups.formats import COMPRESSIONS
 from jaxtrain.data.reading.bad_records import DamagedFile
 from jaxtrain.data.stores.ranges import PART, StoreStream
 

@@ -13,7 +13,8 @@ import pathlib
 import pkgutil
 from collections.abc import Iterator, Sequence
 
-from jaxtrain.config.sources import FORMATS, File, Source
+from jaxtrain.config.groups.formats import FORMATS
+from jaxtrain.config.sources import File, Source
 from jaxtrain.data.reading.bad_records import BadRecord, DamagedFile, Skipped
 from jaxtrain.data.reading.compressed import Reader
 from jaxtrain.data.reading.json_text import BYTE_ORDER_MARK

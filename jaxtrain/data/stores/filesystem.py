@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import fsspec
 
 from jaxtrain.config import addresses
-from jaxtrain.data import hub
 from jaxtrain.data.errors import StoreAwayError, StoreError
+from jaxtrain.data.stores import hub
 from jaxtrain.run import streams, watchdog
 
 T = TypeVar("T")

@@ -6,8 +6,7 @@ from typing import Any
 
 from jaxtrain.config import addresses, sources
 from jaxtrain.config.sources import File, Source
-from jaxtrain.data import hub
-from jaxtrain.data.stores import filesystem
+from jaxtrain.data.stores import filesystem, hub
 
 
 def find(name: str) -> Source:

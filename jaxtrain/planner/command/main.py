@@ -1,11 +1,7 @@
-"""`python -m jaxtrain.plan`: the memory, the time and the best layout of a run, before it is paid
-for.
+"""`python -m jaxtrain.plan`: memory, time and best layout of a run before it is paid for.
 
-    recipe, hardware  ─ --layout ──→  one layout, evaluated
-                      ─ --devices ─→  the best of all layouts
-
-Closed forms (planner/step) come first, then the schedule's table with its slots and exact clock.
-Nothing is compiled: jax traces layers, for which it needs no device.
+Closed forms (planner/step) come first, then the table with its slots and exact clock. Nothing is
+compiled: jax traces layers, for which it needs no device.
 """
 
 import contextlib

@@ -94,10 +94,6 @@ class LayerRange:
         end = len(kinds) if self.end is None else self.end
         return self.begin <= number < end and kinds[number] == self.kind
 
-    def entries(self, kinds: Sequence[str]) -> int:
-        """The layers of a unit that leave arrays in its pools. kinds: of the unit's layers"""
-        return sum(self.leaves(kinds))
-
     def leaves(self, kinds: Sequence[str]) -> list[bool]:
         """For each layer of a unit, True if it leaves arrays in its pools."""
         end = len(kinds) if self.end is None else self.end
@@ -105,7 +101,7 @@ class LayerRange:
 
     def most_entries(self, units: Sequence[Sequence[str]]) -> int:
         """The most such layers in any unit. units: the kinds of the layers of each"""
-        return max(map(self.entries, units))
+        return max(sum(self.leaves(kinds)) for kinds in units)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
