@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
             config.pipeline.microbatches,
         )
         state, batch = initial_state(step.layout, step.optimizer, 0), loader.batch(0)
-        compiled = step.train.lower(step.abstract_state(), loader.specification()).compile()
+        compiled = step.train.lower(step.abstract_state(), step.abstract_batch).compile()
         stored = stored_shapes(step.layout, step.optimizer)
         saves: Checkpointer | LocalCheckpointer = Checkpointer(folder, stored, Retention(2))
         if options.local:

@@ -136,7 +136,7 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
         initial = concurrent.futures.ThreadPoolExecutor(1).submit(
             initial_state, step.layout, step.optimizer, 0
         )
-        lowered = step.train.lower(step.abstract_state(), loader.specification())
+        lowered = step.train.lower(step.abstract_state(), step.abstract_batch)
         clock.enter(Phase.COMPILING)
         compiled = lowered.compile()
         clock.enter(Phase.STATE)

@@ -45,9 +45,7 @@ class Stepped:
                 step.batch_sharding,
                 config.pipeline.microbatches,
             )
-            self.compiled = step.train.lower(
-                step.abstract_state(), loader.specification()
-            ).compile()
+            self.compiled = step.train.lower(step.abstract_state(), step.abstract_batch).compile()
             self.state, self.batch = initial_state(step.layout, step.optimizer, 0), loader.batch(0)
             loader.close()
 

@@ -17,7 +17,6 @@ import pathlib
 import random
 import sys
 import tempfile
-import types
 
 import numpy as np
 import tokenizers
@@ -26,6 +25,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from jaxtrain.config import DataConfig  # noqa: E402
 from jaxtrain.data.preparing import encode  # noqa: E402 (the path comes first)
 from jaxtrain.data.preparing.prepare import prepare  # noqa: E402
 
@@ -190,15 +190,8 @@ def begin_of(processor: dict | None) -> list[int]:
 
 def corpus_of(source: pathlib.Path, tokenizer: pathlib.Path) -> list[list[int]]:
     """The ids of each prepared document."""
-    data = types.SimpleNamespace(
-        source=str(source),
-        tokenizer=str(tokenizer),
-        text_fields=("text",),
-        loss_mask=(),
-        bad_records="stop",
-        token_dtype="uint16",
-        validation_fraction=0.1,
-        cache=str(tokenizer.parent / "cache"),
+    data = DataConfig(
+        source=str(source), tokenizer=str(tokenizer), cache=str(tokenizer.parent / "cache")
     )
     corpus = prepare(data, 1 << 20, progress=False)
     return [ids.tolist() for ids in np.split(corpus.tokens, corpus.documents[1:-1])]

@@ -43,7 +43,7 @@ def run(recipe: str, folder: pathlib.Path) -> dict[str, float]:
     checked = CheckedRun(config, environment, on_mesh(config, 8))
     prepared = prepare.prepare(checked, folder, reads_times=False, measures_times=False)
     # its program takes long to compile, and other tests have it
-    with mock.patch.object(loop.Evaluation, "loss", return_value=None):
+    with mock.patch.object(loop.Evaluation, "losses", return_value={}):
         loop.run(prepared, WallClock())
     records = read_metrics(folder)
     return {
