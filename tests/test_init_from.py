@@ -237,6 +237,7 @@ def train_from_hub(
 OF_HUB = "hf://datasets/org/texts/*.txt"
 
 
+@pytest.mark.full
 def test_a_model_and_a_source_of_the_hub(folder, hub):
     """Their files alone are downloaded, and the run is pinned to their commits."""
     commit, workdir = hub.repos["models/org/name"].revisions["main"], folder / "of_hub"

@@ -149,10 +149,7 @@ LAYOUTS = {
     "lion": Case((4, 1, 1), changes={"optimizer.name": "lion", "optimizer.learning_rate": 3e-4}),
 }
 OF_MESHES = {f"{form}: {layout}": (form, layout) for form in FORMS for layout in LAYOUTS}
-DEFAULT = [
-    "16 bits alone: ZeRO 2, interleaved, context",
-    "masters, 16-bit moments: offload",
-]
+DEFAULT = ["16 bits alone: ZeRO 2, interleaved, context"]
 FULL = sorted({name for name in OF_MESHES if "float32" not in name} - {*DEFAULT})
 
 
