@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxtrain.data.reading.bad_records import FileError, Skipped
+from jaxtrain.data.reading.bad_records import BadFile, Skipped
 from jaxtrain.data.reading.joined import Joined, Sliced, parts_of
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.stores.ranges import StoreArray
@@ -93,13 +93,13 @@ class Corpus:
                     part.prefetch(begin, end, is_needed)
 
     def check_whole(self) -> None:
-        """Raises FileError if a mapped file was cut short since it was opened. Reading the missing
+        """Raises BadFile if a mapped file was cut short since it was opened. Reading the missing
         part of the map would kill the process without a message."""
         for part in [*parts_of(self.tokens), *parts_of(self.mask)]:
             if isinstance(part, np.memmap):
                 file: Any = part.base
                 if file.size() < part.offset + part.nbytes:
-                    raise FileError(
+                    raise BadFile(
                         f"{part.filename}: the file was cut short while it was in use, and "
                         f"{file.size():,} bytes are left: put it back as it was, and start again"
                     )

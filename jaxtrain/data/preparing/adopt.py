@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain.config.sources import Source
 from jaxtrain.data.preparing import cache
 from jaxtrain.data.preparing.corpus_writer import INFO, corpus_checksum
-from jaxtrain.data.reading.bad_records import FileError
+from jaxtrain.data.reading.bad_records import BadFile
 from jaxtrain.data.reading.compressed import open_input
 from jaxtrain.data.tokenizer import DataError, Tokenizer
 from jaxtrain.run.files import MOST_BYTES
@@ -27,7 +27,7 @@ def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tok
     """Writes the index and the description of a prepared corpus into a folder, under the checksum
     that it has. Its tokens are not read, only their number is compared.
 
-    Raises FileError for files that are not those of the description, and DataError if
+    Raises BadFile for files that are not those of the description, and DataError if
     data.tokenizer is not the corpus's.
     """
     files = {os.path.basename(file.path): file for file in source.files}
@@ -42,7 +42,7 @@ def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tok
         its, own = ({**one, "path": ""} for one in (info["tokenizer"], tokenizer.describe()))
         index_checksum, checksum = parts["documents"], info["checksum"]
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-        raise FileError(
+        raise BadFile(
             f"{files[INFO].path}: not the description of a prepared corpus: copy the folder again"
         ) from error
     if its != own or checksum != corpus_checksum(parts, info["dtype"], tokenizer):
@@ -58,7 +58,7 @@ def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tok
     for name, size in sizes.items():
         if name not in files or files[name].size != size:
             has = f"{files[name].size:,} bytes" if name in files else "nothing"
-            raise FileError(
+            raise BadFile(
                 f"{source.place}/{name}: has {has}, and by {INFO} {size:,} bytes: copy it again"
             )
     # by parts, since many documents have an index of gigabytes
@@ -67,7 +67,7 @@ def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tok
         copy.seek(0)
         digest = hashlib.file_digest(copy, "sha256").hexdigest()
     if digest != index_checksum:
-        raise FileError(f"{files[INDEX].path}: damaged: its checksum is not that in {INFO}")
+        raise BadFile(f"{files[INDEX].path}: damaged: its checksum is not that in {INFO}")
     own_name = folder.name.partition(cache.UNFINISHED)[0]
     info |= {"of": own_name, "prepared": time.time()}
     (folder / INFO).write_text(json.dumps(info, indent=1) + "\n")

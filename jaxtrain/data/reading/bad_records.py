@@ -14,7 +14,7 @@ PLACES = 5  # the number of bad records whose messages are shown
 MOST_PLACES = 100_000  # the number of those whose messages a prepared corpus has
 
 
-class FileError(DataError):
+class BadFile(DataError):
     """A file of a source that is damaged, or does not match the others of its source."""
 
     status = ExitStatus.BAD_CONFIG
@@ -52,7 +52,7 @@ class DamagedFile(BadRecord):
     """Content that is not what a file of its format has: it is cut short, damaged, or another
     format's."""
 
-    refused_by = FileError
+    refused_by = BadFile
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxtrain.data.reading.bad_records import FileError
+from jaxtrain.data.reading.bad_records import BadFile
 from jaxtrain.data.reading.compressed import open_input
 
 MAGIC, HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
@@ -34,24 +34,24 @@ def index_path(tokens: str) -> str:
 
 def read_header(stream: BinaryIO, path: str) -> tuple[np.dtype, int, int]:
     """What the index that lies at a path says: the little-endian type of the ids, and the numbers
-    of sequences and of documents' bounds. Raises FileError for another file, for ids that are no
+    of sequences and of documents' bounds. Raises BadFile for another file, for ids that are no
     integers, and for arrays that do not fill the file."""
     head = stream.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise FileError(
+        raise BadFile(
             f"{path}: not the index of a Megatron token file: it begins with {head[:9]!r}, and "
             f"must with {MAGIC!r} and {HEADER.size - len(MAGIC)} bytes more"
         )
     _, version, code, sequences, bounds = HEADER.unpack(head)
     if version != 1 or code not in DTYPES:
-        raise FileError(
+        raise BadFile(
             f"{path}: an index of version {version} for ids of type {code}, and is read with "
             f"version 1 and {', '.join(f'{key} ({name})' for key, name in DTYPES.items())}"
         )
     size, needed = stream.seek(0, os.SEEK_END), HEADER.size + 12 * sequences + 8 * bounds
     what = f"{path}: {size:,} bytes for {sequences:,} sequences and {bounds:,} bounds of documents"
     if size != needed or not sequences or not bounds:
-        raise FileError(f"{what}, which take {needed:,}: it is cut short, damaged, or has images")
+        raise BadFile(f"{what}, which take {needed:,}: it is cut short, damaged, or has images")
     return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds
 
 
@@ -59,7 +59,7 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
     """The places after the last tokens of the documents of a Megatron file, whose .bin is `tokens`,
     ascending, in arrays of int64. A document without tokens is none.
 
-    Raises FileError if the sequences are not one after the other, or end elsewhere than the .bin,
+    Raises BadFile if the sequences are not one after the other, or end elsewhere than the .bin,
     and if the documents are not made of them.
     """
     path = index_path(tokens)
@@ -74,7 +74,7 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
             stream.seek(start + first * width)
             content = stream.read(min(BLOCK, most - first) * width)
             if len(content) < min(BLOCK, most - first) * width:
-                raise FileError(f"{path}: the file was cut short while it was read")
+                raise BadFile(f"{path}: the file was cut short while it was read")
             return np.frombuffer(content, kind).astype(np.int64)
 
         lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * count
@@ -88,7 +88,7 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
             is_bad[-1] |= first + len(ends) == count and ends[-1] != size
             if is_bad.any():
                 i = int(np.argmax(is_bad))
-                raise FileError(
+                raise BadFile(
                     f"{path}: sequence {first + i} has {lengths[i]:,} tokens from byte "
                     f"{begins[i]:,} on, and the one before ends at byte {expected[i]:,} of the "
                     f"{size:,} of {tokens}: one of the two files is damaged or cut short, or the "
@@ -103,7 +103,7 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
             is_bad[-1] |= first + len(bounds) == bounds_count and bounds[-1] != count
             if is_bad.any():
                 i = int(np.argmax(is_bad))
-                raise FileError(
+                raise BadFile(
                     f"{path}: document {first + i} begins with sequence {bounds[i]:,}, and must "
                     f"follow the one before: documents go from sequence 0 to {count:,}, the end"
                 )

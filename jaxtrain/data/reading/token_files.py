@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.config import addresses
 from jaxtrain.config.sources import File, Source
-from jaxtrain.data.reading.bad_records import FileError
+from jaxtrain.data.reading.bad_records import BadFile
 from jaxtrain.data.reading.compressed import is_compressed, open_input
 from jaxtrain.data.reading.joined import Joined, Sliced
 from jaxtrain.data.reading.megatron_index import index_path, read_header
@@ -25,7 +25,7 @@ MOST_IDS = 2**24  # more than any tokenizer has
 
 def id_beyond_vocabulary(
     where: str, ids: np.ndarray, is_raw: bool, data: Any, tokenizer: Tokenizer
-) -> FileError:
+) -> BadFile:
     """The error for an id of a token file that the tokenizer, or the model if there is no
     tokenizer, does not have.
 
@@ -36,19 +36,19 @@ def id_beyond_vocabulary(
     if isinstance(tokenizer, NoTokenizer):
         rule = f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0"
     if is_raw and (dtype := fitting_dtype(ids, data.token_dtype, tokenizer.vocab_size)):
-        return FileError(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
+        return BadFile(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
     if ids.min() < 0 or needed > MOST_IDS:
         what = (
             f"what no data.token_dtype for {tokenizer.vocab_size} ids reads as ids"
             if is_raw
             else f"{ids.dtype} numbers, not ids"
         )
-        return FileError(
+        return BadFile(
             f"{rule}, and no tokenizer makes it: the file holds {what}; name another data.source"
         )
     if isinstance(tokenizer, NoTokenizer):
-        return FileError(f"{rule}: use --config.model.vocab_size={needed}")
-    return FileError(f"{rule}: name the tokenizer that made it, or none")
+        return BadFile(f"{rule}: use --config.model.vocab_size={needed}")
+    return BadFile(f"{rule}: name the tokenizer that made it, or none")
 
 
 def fitting_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
@@ -77,13 +77,13 @@ def token_path(folder: pathlib.Path, source: Source, file: File) -> str:
 
 def map_source(folder: pathlib.Path, source: Source, data: Any, raw_dtype: str = "") -> Sliced:
     """The tokens of a source's files, [n], memory-mapped or read by ranges, with those that were
-    decompressed in a prepared folder. Raises FileError if they are of several types, and as
+    decompressed in a prepared folder. Raises BadFile if they are of several types, and as
     map_tokens does."""
     files = source.token_files
     parts = [map_tokens(file, token_path(folder, source, file), data, raw_dtype) for file in files]
     for file, part in zip(files, parts, strict=True):
         if part.dtype != parts[0].dtype:
-            raise FileError(
+            raise BadFile(
                 f"{file.path}: holds {part.dtype} ids, and {files[0].path} {parts[0].dtype}: the "
                 f"files of data.source={source.name} must have one type: write it as "
                 f"{parts[0].dtype}, or name it as another source"
@@ -93,7 +93,7 @@ def map_source(folder: pathlib.Path, source: Source, data: Any, raw_dtype: str =
 
 def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memmap | StoreArray:
     """The tokens of a file that lies at a path or address, [n], memory-mapped or read by ranges.
-    Raises FileError if its size, shape or type cannot be that of tokens.
+    Raises BadFile if its size, shape or type cannot be that of tokens.
 
     data: token_dtype, cache and store_cache_gb are used
     raw_dtype: takes the place of data.token_dtype
@@ -103,7 +103,7 @@ def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memm
     if file.format == "npy":
         dtype, count, begin = _npy_header(file, path)
         if begin + count * dtype.itemsize > size:
-            raise FileError(
+            raise BadFile(
                 f"{file.path}: {size:,} bytes, which are too few for its {count:,} {dtype} ids: it "
                 "is cut short or damaged"
             )
@@ -118,7 +118,7 @@ def map_tokens(file: File, path: str, data: Any, raw_dtype: str = "") -> np.memm
             whose = f"data.token_dtype={data.token_dtype}"
         count = size // dtype.itemsize
         if size % dtype.itemsize or not size:
-            raise FileError(f"{file.path}: {size} bytes are no whole number of tokens of {whose}")
+            raise BadFile(f"{file.path}: {size} bytes are no whole number of tokens of {whose}")
     if is_stored:
         return StoreArray(StoreFile(file, block_cache(data)), dtype, begin, count)
     return np.memmap(pathlib.Path(path), dtype, "r", begin, (count,))
@@ -133,9 +133,9 @@ def _npy_header(file: File, path: str) -> tuple[np.dtype, int, int]:
         shape, _, dtype = read[np.lib.format.read_magic(head)[0]](head)
     except (KeyError, ValueError, EOFError, OverflowError, tokenize.TokenError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileError(f"{file.path}:1: not an .npy file of numbers: {reason}") from error
+        raise BadFile(f"{file.path}:1: not an .npy file of numbers: {reason}") from error
     if len(shape) != 1 or dtype.kind not in "iu" or shape[0] < 1:
-        raise FileError(
+        raise BadFile(
             f"{file.path}:1: holds {dtype} of shape {shape}, and must hold integers of one "
             "dimension, at least one"
         )
@@ -144,7 +144,7 @@ def _npy_header(file: File, path: str) -> tuple[np.dtype, int, int]:
 
 def read_tokens(ids: np.memmap | StoreArray, most: int) -> Iterator[np.ndarray]:
     """The tokens of a file in arrays of up to `most`: read, not mapped, since the process would die
-    if a mapped file were cut short meanwhile. Raises FileError if it was."""
+    if a mapped file were cut short meanwhile. Raises BadFile if it was."""
     if isinstance(ids, StoreArray):
         for first in range(0, len(ids), most):
             ids.prefetch(first + most, first + 2 * most)
@@ -156,7 +156,7 @@ def read_tokens(ids: np.memmap | StoreArray, most: int) -> Iterator[np.ndarray]:
             size = min(most, len(ids) - first) * ids.itemsize
             content = stream.read(size)
             if len(content) < size:
-                raise FileError(f"{ids.filename}: the file was cut short while it was read")
+                raise BadFile(f"{ids.filename}: the file was cut short while it was read")
             yield np.frombuffer(content, ids.dtype)
 
 

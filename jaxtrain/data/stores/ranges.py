@@ -35,7 +35,7 @@ NEEDED, AHEAD = (
     for name in ("needed", "ahead")
 )
 
-Content = bytes | memoryview
+Block = bytes | memoryview
 
 
 class StoreFile:
@@ -52,7 +52,7 @@ class StoreFile:
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end), which must be in the file."""
-        blocks, parts = _blocks(begin, end), dict[int, Content]()
+        blocks, parts = _blocks(begin, end), dict[int, Block]()
         while True:
             for block in blocks:
                 if block not in parts:
