@@ -35,7 +35,7 @@ NEEDED, AHEAD = (
     for name in ("needed", "ahead")
 )
 
-Block = bytes | memoryview
+BlockBytes = bytes | memoryview
 
 
 class StoreFile:
@@ -52,7 +52,7 @@ class StoreFile:
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end), which must be in the file."""
-        blocks, parts = _blocks(begin, end), dict[int, Block]()
+        blocks, parts = _blocks(begin, end), dict[int, BlockBytes]()
         while True:
             for block in blocks:
                 if block not in parts:
