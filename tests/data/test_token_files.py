@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import struct
 
 import numpy as np
@@ -81,6 +82,20 @@ def test_several_files_are_one_corpus(config, tmp_path, monkeypatch, ending):
     os.truncate(path, 500)
     with pytest.raises(DataError, match=f"^{path}: the file was cut short while it was in use"):
         joined.check_whole()
+
+
+def test_more_files_than_may_be_open(config, tmp_path):
+    (folder := tmp_path / "many").mkdir()
+    for number in range(60):
+        np.full(7, number, "<u2").tofile(folder / f"{number:02}.bin")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 40, limits[1]))
+    try:
+        corpus = prepare(config(source=folder), 257, progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert corpus.tokens[410:].tolist() == [58] * 3 + [59] * 7 and len(corpus.documents) == 61
 
 
 def test_slices_of_joined_arrays(tmp_path):

@@ -4,6 +4,7 @@ error for an id that no tokenizer of the run makes, with the setting that reads 
 import io
 import os
 import pathlib
+import resource
 import tokenize
 from collections.abc import Iterator
 from typing import Any
@@ -80,6 +81,10 @@ def map_source(folder: pathlib.Path, source: Source, data: Any, raw_dtype: str =
     decompressed in a prepared folder. Raises BadFile if they are of several types, and as
     map_tokens does."""
     files = source.token_files
+    # A memory map keeps its file open, and the usual limit is 1,024.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard and len(files) > soft // 2:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     parts = [map_tokens(file, token_path(folder, source, file), data, raw_dtype) for file in files]
     for file, part in zip(files, parts, strict=True):
         if part.dtype != parts[0].dtype:
