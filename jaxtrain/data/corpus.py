@@ -78,6 +78,8 @@ class Corpus:
     def prefetch(self, ranges: Iterable[tuple[int, int]], is_needed: bool = True) -> None:
         """Begins to read ranges of tokens ahead that lie in a store. is_needed: they will be read
         at once."""
+        if not self.in_store:
+            return
         merged: list[tuple[int, int]] = []  # held-out documents lie between them
         for first, last in sorted(ranges):
             if merged and first - merged[-1][1] < NEAR:

@@ -166,7 +166,7 @@ class Order:
 
     @property
     def sequences(self) -> Sequences:
-        """Those of the entire stream, with the first length."""
+        """The sequences of the entire stream, cut with the first length."""
         return self._legs[0].order.sequences
 
     def cut(self, ordinal: int, length: int) -> None:

@@ -126,8 +126,8 @@ def spans_of(data: DataConfig, train: TrainConfig) -> tuple[Span, ...]:
         ramp = [(begin + i * ramp_steps // len(sizes), size) for i, size in enumerate(sizes)]
         batch_sizes = ramp or [(begin, before.batch_size), *inherited]
         earlier = [span for span in spans if span.begin < begin]
-        own = [changed._replace(begin=at, batch_size=size) for at, size in batch_sizes]
-        begun = [span for span in own if span.begin < train.steps]
+        of_phase = [changed._replace(begin=at, batch_size=size) for at, size in batch_sizes]
+        begun = [span for span in of_phase if span.begin < train.steps]
         spans = [*_in_sequence([*earlier, *begun], train.steps)]
     return tuple(spans)
 

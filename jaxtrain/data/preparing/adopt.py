@@ -39,13 +39,15 @@ def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tok
             "tokens.bin": tokens * np.dtype(info["dtype"]).itemsize,
             INDEX: 8 * (int(info["documents"]) + 1),
         } | ({"mask.bin": tokens} if info["masked"] else {})
-        its, own = ({**one, "path": ""} for one in (info["tokenizer"], tokenizer.describe()))
+        prepared_with, given = (
+            {**one, "path": ""} for one in (info["tokenizer"], tokenizer.describe())
+        )
         index_checksum, checksum = parts["documents"], info["checksum"]
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise BadFile(
             f"{files[INFO].path}: not the description of a prepared corpus: copy the folder again"
         ) from error
-    if its != own or checksum != corpus_checksum(parts, info["dtype"], tokenizer):
+    if prepared_with != given or checksum != corpus_checksum(parts, info["dtype"], tokenizer):
         remedy = (
             "use --config.data.tokenizer=bytes"
             if kind == "bytes"
@@ -68,6 +70,5 @@ def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tok
         digest = hashlib.file_digest(copy, "sha256").hexdigest()
     if digest != index_checksum:
         raise BadFile(f"{files[INDEX].path}: damaged: its checksum is not that in {INFO}")
-    own_name = folder.name.partition(cache.UNFINISHED)[0]
-    info |= {"of": own_name, "prepared": time.time()}
+    info |= {"of": folder.name.partition(cache.UNFINISHED)[0], "prepared": time.time()}
     (folder / INFO).write_text(json.dumps(info, indent=1) + "\n")

@@ -130,17 +130,27 @@ def encode_part(
             tokens, count = tokens + len(encoded.ids), count + len(encoded.ends)
             text += encoded.text
             shown.update(encoded.size, encoded.text)
-        writer.finish(
+        _finish(
+            writer,
+            data,
             tokenizer,
-            dtype=dtype.str,
+            skipped,
             tokens=tokens,
             documents=count,
-            masked=bool(data.loss_mask),
             text=text,
             documents_by_file=by_file,
             left_out=left_out,
-            **({"skipped": dataclasses.asdict(skipped)} if skipped else {}),
         )
+
+
+def _finish(
+    writer: CorpusWriter, data: Any, tokenizer: Tokenizer, skipped: Skipped | None, **info: Any
+) -> None:
+    """Writes the corpus.json of a part or of the joined corpus, with `info` and what both say of
+    their arrays and, with data.bad_records=skip, of bad records."""
+    if skipped and data.bad_records == "skip":
+        info["skipped"] = dataclasses.asdict(skipped)
+    writer.finish(tokenizer, dtype=dtype_of(tokenizer).str, masked=bool(data.loss_mask), **info)
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
@@ -210,17 +220,17 @@ def join(
                 first += encoded
         if not count:
             raise _no_documents(stored, data, skipped, left_out["filter"])
-        writer.finish(
+        _finish(
+            writer,
+            data,
             tokenizer,
-            dtype=dtype.str,
+            skipped,
             tokens=tokens,
             documents=count,
-            masked=bool(data.loss_mask),
             text=sum(one.info["text"] for one in stored),
             encoded=sum(one.info["tokens"] for one in stored),
             documents_by_file=by_file if len(by_file) <= MOST_FILES else {},
             left_out=left_out,
-            **({"skipped": dataclasses.asdict(skipped)} if data.bad_records == "skip" else {}),
         )
 
 

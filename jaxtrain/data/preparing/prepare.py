@@ -200,11 +200,11 @@ class Preparation:
         encoded = 0
         try:
             with self._unusable_removed():
-                own = self._parts[number::count]
+                parts = self._parts[number::count]
                 if not self._source.holds_tokens and not self._open(self._folder()):
-                    encoded = len(self._missing(own))
+                    encoded = len(self._missing(parts))
                     with self._unchanged():
-                        self._encode(own)
+                        self._encode(parts)
         except OSError:
             # Another process may have encoded the same parts, joined them and removed them.
             if not self._open(self._folder()):

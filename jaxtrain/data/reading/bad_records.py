@@ -88,7 +88,7 @@ class Skipped:
         self.paths |= {str(first_file + int(key)): path for key, path in later.paths.items()}
 
     def at(self, paths: Sequence[str]) -> "Skipped":
-        """The same records of files that have these paths by now."""
+        """These records, with the paths that their files have now."""
         places = [
             f"{paths[number]}{place.removeprefix(self.paths[str(number)])}"
             for number, place in zip(self.files, self.places, strict=True)

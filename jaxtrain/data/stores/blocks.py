@@ -45,10 +45,10 @@ class BlockCache:
 
     def __init__(self, folder: pathlib.Path, most_bytes: float):
         self.slots = int(most_bytes // (BLOCK + RECORD.itemsize))
-        here = folder / socket.gethostname()
-        here.mkdir(parents=True, exist_ok=True)
+        of_host = folder / socket.gethostname()
+        of_host.mkdir(parents=True, exist_ok=True)
         self._index_file, self._blocks = (
-            os.open(here / name, os.O_RDWR | os.O_CREAT, 0o644) for name in ("index", "blocks")
+            os.open(of_host / name, os.O_RDWR | os.O_CREAT, 0o644) for name in ("index", "blocks")
         )
         self._lock = threading.Lock()
         self._checked: dict[tuple[int, int], int] = {}  # slots of blocks with the right checksum
@@ -59,7 +59,7 @@ class BlockCache:
             if os.fstat(self._blocks).st_size > self.slots * BLOCK:  # of a larger bound
                 os.ftruncate(self._blocks, self.slots * BLOCK)
         self._index = (
-            np.memmap(here / "index", RECORD, "r+", shape=(self.slots,))
+            np.memmap(of_host / "index", RECORD, "r+", shape=(self.slots,))
             if self.slots
             else np.zeros(0, RECORD)
         )
@@ -94,8 +94,8 @@ class BlockCache:
         return content
 
     def claim(self, file: int, blocks: Iterable[int]) -> list[int]:
-        """Those of some blocks that are neither here nor claimed. The caller requests them, and
-        then calls `store` or `give_up`."""
+        """Claims the blocks that the cache lacks and nobody has claimed, and returns their numbers.
+        The caller requests them, and then calls `store` or `give_up`."""
         claimed = []
         with self._alone():
             for block in blocks:

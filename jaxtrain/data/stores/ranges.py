@@ -89,7 +89,8 @@ class StoreFile:
         return [NEEDED.submit(self._fetch, together) for together in self._claimed(blocks)]
 
     def _claimed(self, blocks: Sequence[int]) -> list[list[int]]:
-        """Those of some ascending blocks that this process claims: adjacent ones together."""
+        """The blocks that this process has claimed now, of some ascending ones: a list for each
+        request, whose blocks are adjacent."""
         requests: list[list[int]] = []
         for block in self._cache.claim(self._id, blocks):
             if requests and requests[-1][-1] == block - 1 and len(requests[-1]) < TOGETHER:
