@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain import cli, generate_command, train_command
 from jaxtrain.config import Config, ConfigError, ResolvedConfig, get, value_text
+from jaxtrain.config.groups.setting import as_entries
 from jaxtrain.devices import startup
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.metrics import read_metrics
@@ -281,4 +282,4 @@ def _command_line(
     named = {} if recipe is None or given else {"config": recipe}
     settings = {f"config.{path}": value for path, value in (changes or {}).items()}
     values = named | flags | settings
-    return [f"--{name}={value_text(value)}" for name, value in values.items()], given
+    return [f"--{name}={value_text(as_entries(value))}" for name, value in values.items()], given

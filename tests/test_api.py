@@ -14,6 +14,7 @@ import pytest
 from support import COMPILE_QUICKLY, ROOT, train_runs
 
 import jaxtrain
+from jaxtrain import api, train_command
 from jaxtrain.launch import free_port
 
 DOCUMENT = ROOT / "docs" / "python.md"
@@ -45,6 +46,19 @@ def test_editors_and_type_checkers_see_the_same_names():
     assert sorted(imported) == jaxtrain.__all__ == sorted({*jaxtrain.__all__} & {*dir(jaxtrain)})
     homes = {node.module for node in for_types.body}
     assert homes == {*jaxtrain.HOMES}
+
+
+def test_settings_of_items_may_be_dicts(tmp_path):
+    web, code = tmp_path / "web.txt", tmp_path / "code.txt"
+    for path in (web, code):
+        path.write_text("text")
+    changes = {
+        "data.sources": {"web": str(web), "code": {"path": str(code), "weight": 0.25}},
+        "train.phases": {"late": {"step": 7, "weight.code": 1}},
+    }
+    config, _ = train_command.parse(*api._command_line("tiny", changes))
+    assert config.data.sources == (f"web={web}", f"code={code}", "code.weight=0.25")
+    assert config.train.phases == ("late.step=7", "late.weight.code=1")
 
 
 def test_an_unknown_name():
