@@ -83,8 +83,8 @@ def map_source(folder: pathlib.Path, source: Source, data: Any, raw_dtype: str =
     files = source.token_files
     # A memory map keeps its file open, and the usual limit is 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard and len(files) > soft // 2:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(files), hard), hard))
     parts = [map_tokens(file, token_path(folder, source, file), data, raw_dtype) for file in files]
     for file, part in zip(files, parts, strict=True):
         if part.dtype != parts[0].dtype:
