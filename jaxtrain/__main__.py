@@ -1,4 +1,5 @@
-"""`jaxtrain COMMAND …` or `python -m jaxtrain COMMAND …`: runs the module jaxtrain.COMMAND.
+"""`jaxtrain COMMAND …` or `python -m jaxtrain COMMAND …`: runs the module jaxtrain.COMMAND, or
+that of a room which has several commands.
 
 pyproject.toml installs it as `jaxtrain`. Each module parses its own flags; nothing slow is imported
 here.
@@ -23,6 +24,7 @@ COMMANDS = {
     "convert": "published models (Hugging Face) to checkpoints, and back",
     "launch": "a run of several processes on this machine",
 }
+IN_ROOMS = {name: f"experiments.{name}" for name in ("sweep", "compare", "page", "track")}
 HELP = "\n".join(
     [
         "usage: jaxtrain COMMAND [flags]      (without installation: python -m jaxtrain "
@@ -57,7 +59,8 @@ def _main(argv: Sequence[str]) -> int:
         print(f"jaxtrain {__version__}")
     elif command in COMMANDS:
         sys.argv[1:] = rest
-        runpy.run_module(f"jaxtrain.{command}", run_name="__main__", alter_sys=True)
+        module = IN_ROOMS.get(command, command)
+        runpy.run_module(f"jaxtrain.{module}", run_name="__main__", alter_sys=True)
     else:
         print(" ".join(f"error: {_unknown(command, rest)}".split()), file=sys.stderr, flush=True)
         return 2

@@ -7,6 +7,8 @@ import pathlib
 import pytest
 from support import ROOMS, ROOT
 
+from jaxtrain.__main__ import IN_ROOMS
+
 TOP = len(ROOMS)  # modules beside the rooms, and a room's commands
 COMMANDS = ("__main__", "main", "calibrate")  # plan --calibrate has flags of its own
 WITHOUT_JAX = (
@@ -16,6 +18,7 @@ WITHOUT_JAX = (
         "run",
         "data",
         "checkpoint.steps",
+        "experiments.run_folder",
         "devices.cluster_environment",
         "training.stored_op_times",
     ),
@@ -64,6 +67,8 @@ def level(name: str) -> int:
         bool(parts) and MODULES.get(name, pathlib.Path()).name == "__init__.py"
     )
     if not is_room or parts[-1] in COMMANDS or parts[0] == "phases":
+        return TOP
+    if ".".join(parts) in IN_ROOMS.values():
         return TOP
     folder = MODULES.get(name, ROOT / "jaxtrain" / "/".join(parts)).parent
     room = str(folder.relative_to(ROOT / "jaxtrain"))

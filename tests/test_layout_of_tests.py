@@ -29,6 +29,7 @@ GROUPED = {
     "config/errors.py": "config/test_flags.py",
     "config/rules/field_rules.py": "config/test_groups.py",
     "config/rules/phase_rules.py": "config/test_phases.py",
+    "config/rules/uses.py": "config/test_unused.py",
     **{
         f"config/rules/{name}.py": "config/test_checks.py"
         for name in (

@@ -10,7 +10,8 @@ from jaxtrain import config as cfg
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.mesh_rules import filled
-from jaxtrain.config.rules.unused import USES, unused_settings
+from jaxtrain.config.rules.unused import unused_settings
+from jaxtrain.config.rules.uses import USES
 
 
 @pytest.mark.parametrize("changes, note", UNUSED, ids=[str(changes) for changes, _ in UNUSED])

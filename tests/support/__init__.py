@@ -19,5 +19,5 @@ if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
 ROOMS = (
     "schedule config run devices data parallel models runtime planner/layer planner/step "
     "pipeline training generation checkpoint hf planner/search planner/programs planner/command "
-    "phases"
+    "phases experiments"
 ).split()

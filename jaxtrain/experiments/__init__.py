@@ -1,0 +1,1 @@
+"""Runs side by side: sweeps, comparisons, pages, trackers."""
