@@ -375,7 +375,8 @@ class Trainer:
         with self.clock.phase(Phase.EVALUATING):
             losses = self.evaluation.losses(self.state.trained)
         self.validation_loss = losses.get("")
-        self.reporter.validation(self.at, losses)
+        decay = self.config.optimizer.ema_decay * self.config.train.eval_ema
+        self.reporter.validation(self.at, losses, decay)
         self.checkpoints.persistent.evaluated(self.at, self.validation_loss)
 
     def roll_back(self) -> None:

@@ -35,6 +35,7 @@ RULES: tuple[SettingsRule, ...] = (
     pipeline_rules.chunks_have_layers,
     run_rules.steps_suffice,
     run_rules.places_are_folders,
+    run_rules.average_fits,
     run_rules.offload_directory_is_local,
     mesh_rules.blocks_divide,
     mesh_rules.context_axis_divides,
