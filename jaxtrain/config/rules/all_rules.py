@@ -22,6 +22,7 @@ RULES: tuple[SettingsRule, ...] = (
     model_rules.rotary_scaling_is_complete,
     model_rules.experts_have_capacity,
     model_rules.one_norm_is_shared,
+    model_rules.mup_draws_all_values,
     model_rules.router_groups_divide,
     run_rules.sequence_fits,
     run_rules.data_has_fields,

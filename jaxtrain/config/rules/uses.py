@@ -240,6 +240,14 @@ USES = (
         lambda c: c.model.positions == "learned",
         lambda c: f"with model.positions={c.model.positions!r}",
     ),
+    Use(
+        ["model.mup_base_head_dim"],
+        lambda c: c.model.mup_base_width and not c.model.attention_scale,
+        lambda c: (
+            f"with model.mup_base_width={c.model.mup_base_width} and "
+            f"model.attention_scale={c.model.attention_scale}"
+        ),
+    ),
     Use(["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
     Use(
         ["model.window"],

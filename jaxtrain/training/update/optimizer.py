@@ -129,6 +129,11 @@ class Optimizer:
     def _elementwise(self) -> bool:
         return record_of(self.settings.name).elementwise
 
+    def _mup_factor(self, spec: Spec) -> float:
+        """μP's factor on the directions of a parameter."""
+        relative = record_of(self.settings.name).relative(self.settings)
+        return spec.mup_rate / spec.mup_size if relative else spec.mup_rate
+
     def init(self, params: Any) -> Any:
         """The state before the first update: optax's of the clipping, of the directions, of the
         decay and of the learning rate."""
@@ -187,7 +192,8 @@ class Optimizer:
         parameters = zip(specs, paths, tree.flatten_up_to(params), strict=True)
         for i, (spec, (path, gradient), held) in enumerate(parameters):
             decay = self.settings.weight_decay if spec.matrix else 0.0
-            one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite)
+            factor = self._mup_factor(spec)
+            one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite, factor)
             if not self._elementwise:
                 one = _unstacked(one, spec, parts.follow, gradient.shape)
             leaves = [column[i] for column in columns]
@@ -312,6 +318,7 @@ class ParameterUpdate:
     rate:       the learning rate
     count:      the number of updates before this one, int32
     finite:     as in Optimizer.update
+    factor:     of μP, on directions and not on the decay (models/mup.py)
     """
 
     directions: optax.GradientTransformation
@@ -320,6 +327,7 @@ class ParameterUpdate:
     rate: jax.Array
     count: jax.Array
     finite: jax.Array | None
+    factor: float = 1.0
 
     def __call__(
         self,
@@ -337,6 +345,8 @@ class ParameterUpdate:
         direction, new_state = self.directions.update(
             gradient, self.parts.outline.unflatten(wide), value
         )
+        if self.factor != 1:
+            direction = direction * self.factor
         if self.decay:
             direction = direction + self.decay * value
         new = [value - self.rate * direction, *jax.tree.leaves(new_state)]
