@@ -47,8 +47,8 @@ class OptimizerRecord:
                  depends on all numbers of a layer's parameter.
     momentum:    (tree of the state, settings → factor): after the first step that tree is the
                  clipped gradient times the factor; None if no tree is
-    relative:    settings → whether an update is in proportion to the parameter's own root mean
-                 square, as μP has to know
+    mup:         (settings, a parameter's mup_rate and mup_size) → μP's factor on its directions
+                 (models/mup.py), here that of directions whose numbers are about 1
     fixed:       settings on which the shapes of the state depend: a resumed run keeps them
     """
 
@@ -60,7 +60,7 @@ class OptimizerRecord:
     passes: int
     elementwise: bool = True
     momentum: tuple[str, Callable[[Any], float]] | None = None
-    relative: Callable[[Any], bool] = lambda settings: False
+    mup: Callable[[Any, float, float], float] = lambda settings, rate, size: rate
     fixed: tuple[str, ...] = ()
 
     def state_numbers(self, shape: tuple[int, ...], settings: Any) -> int:
@@ -157,7 +157,8 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
             state=_factored,
             passes=6,  # the gradient for means, for the update and for its clipping; its scale
             elementwise=False,
-            relative=lambda s: s.parameter_scale,
+            # with parameter_scale a direction has the parameter's size already
+            mup=lambda s, rate, size: rate / size if s.parameter_scale else rate,
             fixed=("factored_size",),
         ),
     )

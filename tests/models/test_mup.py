@@ -112,7 +112,8 @@ def test_factors_by_parameter(form):
 
 
 MESHES = {
-    "2 × 2 × 2, zero 1": Case((2, 2, 2), changes={"parallel.zero": 1}),
+    "data 2 · stage 2, zero 1": Case((2, 2, 1), changes={"parallel.zero": 1}),
+    "2 × 2 × 2": Case((2, 2, 2)),
     "data 4, zero 3": Case((4, 1, 1), changes={"parallel.zero": 3}),
     "offload": Case((2, 1, 1), changes={"parallel.offload": "optimizer"}),
 }
@@ -171,7 +172,7 @@ def test_same_as_with_multipliers(mesh):
     """Of parameters that carry a multiplier, the updates of Adam are the same once epsilon is
     nothing and gradients are not clipped, whose norm would be another."""
     shared = {"optimizer.clip_norm": 0.0, "optimizer.epsilon": 1e-15}
-    cfg = MESHES[mesh].config(MUP | shared | small.PLAIN_LAYER)
+    cfg = MESHES[mesh].config(MUP | shared | small.PLAIN_LAYER | {"model.layers": 2})
     plain = Config(model=cfg.model, data=cfg.data, optimizer=cfg.optimizer, train=cfg.train)
     want_losses, want = with_multipliers(plain)
     step, losses = make_step(cfg, small.mesh_of(cfg)), []
@@ -196,7 +197,7 @@ def changes_in_size(width: int, base: int) -> tuple[float, float]:
     """Mean sizes of the changes that five steps make in the residual stream and the logits."""
     cfg = small.config(
         changes={
-            "model.layers": 2,
+            "model.layers": 1,
             "model.width": width,
             "model.heads": width // 8,
             "model.mlp_width": 2 * width,

@@ -129,11 +129,6 @@ class Optimizer:
     def _elementwise(self) -> bool:
         return record_of(self.settings.name).elementwise
 
-    def _mup_factor(self, spec: Spec) -> float:
-        """μP's factor on the directions of a parameter."""
-        relative = record_of(self.settings.name).relative(self.settings)
-        return spec.mup_rate / spec.mup_size if relative else spec.mup_rate
-
     def init(self, params: Any) -> Any:
         """The state before the first update: optax's of the clipping, of the directions, of the
         decay and of the learning rate."""
@@ -192,7 +187,7 @@ class Optimizer:
         parameters = zip(specs, paths, tree.flatten_up_to(params), strict=True)
         for i, (spec, (path, gradient), held) in enumerate(parameters):
             decay = self.settings.weight_decay if spec.matrix else 0.0
-            factor = self._mup_factor(spec)
+            factor = record_of(self.settings.name).mup(self.settings, spec.mup_rate, spec.mup_size)
             one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite, factor)
             if not self._elementwise:
                 one = _unstacked(one, spec, parts.follow, gradient.shape)
