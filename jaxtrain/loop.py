@@ -28,7 +28,7 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.phases.run_end import draw_losses, log_results, what_next
 from jaxtrain.phases.run_files import write_settings
-from jaxtrain.phases.run_state import make_state, open_weights, state_on_disk, until_exhausted
+from jaxtrain.phases.run_state import make_state, open_origin, state_on_disk, until_exhausted
 from jaxtrain.phases.span_programs import SpanPrograms
 from jaxtrain.phases.start_lines import beginning, introduction, memory_lines, when_compiled
 from jaxtrain.pipeline.prepared_run import PreparedRun
@@ -97,8 +97,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
     ):
         # --- checkpoint and corpus ---
         checkpoints = open_folder(prepared)
-        chosen = checkpoints.choose()
-        weights = open_weights(config, chosen.start.resumes)
+        chosen, origin = open_origin(checkpoints.choose())
         corpora = prepare_corpora(config.data, config.model.vocab_size, config.train)
         content = TrainingBatches(corpora, spans(config))
         chosen.check_corpora(content)
@@ -117,13 +116,13 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:  # until the last step is saved
             step = make_step(config, mesh, prepared.setup)
             closing.enter_context(state_on_disk(step))
-            begin = functools.partial(make_state, config, step, weights)
+            begin = functools.partial(make_state, config, step, origin)
             candidates = chosen.candidates(step, content, begin)
 
             # --- batches ---
             clock.enter(Phase.DATA)
             # Now, because a damaged model ends the run before anything is compiled or written.
-            initial = _done(begin()) if weights and not candidates.expected.resumes else None
+            initial = _done(begin()) if origin and not candidates.expected.resumes else None
             batches, held_out = make_loaders(
                 content,
                 config.data,
@@ -154,7 +153,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             when_compiled(step, clock, compiling, others)
             cluster.log(*(line for each in loaders for line in each.content.remarks()))
             state, start = candidates.restore(initial)
-            write_settings(prepared.config, prepared.requested.pipeline, folder, weights)
+            write_settings(prepared.config, prepared.requested.pipeline, folder, origin)
 
             # --- loop ---
             goodput.reached(start.step)
@@ -217,7 +216,7 @@ class Trainer:
         self.log = MetricsWriter(
             context.folder if main else None,
             config.metrics.tensorboard,
-            self.at,
+            self.at if start.resumes else 0,  # a fork begins new files
             goodput.wall_s,
             log_line,
         )
@@ -423,7 +422,7 @@ class Trainer:
 def evaluates_first(config: ResolvedConfig, start: StartPoint) -> bool:
     """True if a run that starts here is evaluated before its first step: what it starts from has
     learned something, or there are sets whose losses are followed."""
-    is_imported = bool(config.train.init_from) or start.resumes
+    is_imported = bool(config.train.init_from or config.train.fork_from) or start.resumes
     return start.step == 0 and (
         is_imported or bool(config.train.eval_every and config.data.validation)
     )

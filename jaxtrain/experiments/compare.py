@@ -137,7 +137,8 @@ def _points(run: RunFolder, metric: str, over: str, unit: float) -> tuple[np.nda
     in units of `unit`, so it is interpolated between those of steps."""
     steps, values = np.array(run.curve(metric)).reshape(-1, 2).T
     first = dict(sorted(run.curve(over), reverse=True)) or {0: math.nan}  # of a step's records
-    abscissae = unit * np.interp(steps, *zip(*sorted(first.items()), strict=True))
+    known = np.array(sorted(first.items()))
+    abscissae = unit * np.interp(steps, known[:, 0], known[:, 1])
     width = max(1, len(steps) // SMOOTHED) if metric == "loss" else 1
     mean = lambda numbers: np.convolve(numbers, np.full(width, 1 / width), "valid")
     return (mean(abscissae), mean(values)) if len(steps) else (steps, values)

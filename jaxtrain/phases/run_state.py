@@ -1,15 +1,19 @@
-"""The state of a run before its first step: of a published model, or from the seed; the file of a
-state on disk; and the run's last step."""
+"""The state of a run before its first step: of a published model, of another run, or from the seed;
+the file of a state on disk; and the run's last step."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
+from jaxtrain.checkpoint.resuming import ChosenStep
+from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.config import ConfigError, ResolvedConfig, with_values
 from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import StateFileError
 from jaxtrain.hf import importing
 from jaxtrain.hf.tokenizer_files import tokenizer_of_run
+from jaxtrain.phases.fork import Fork, open_fork
 from jaxtrain.run.exit_status import RunError
 from jaxtrain.training.state import TrainState, initial_state
 from jaxtrain.training.step import Step
@@ -47,28 +51,34 @@ def state_on_disk(step: Step) -> Iterator[None]:
         yield
 
 
-def open_weights(config: ResolvedConfig, resumes: bool) -> importing.PublishedWeights | None:
-    """The published weights that a new run starts from; None for a run that resumes, or starts from
-    random ones. Every process must call this. Raises
-    RunError in all of them."""
-    if resumes or not config.train.init_from:
-        return None
+Origin = importing.PublishedWeights | Fork | None  # of a new run's state; None: the seed
+
+
+def open_origin(chosen: ChosenStep) -> tuple[ChosenStep, Origin]:
+    """The start of a run, and the origin of a new one's state. Every process must call this. Raises
+    RunError in all of them, and ConfigError as `open_fork`."""
+    config = chosen.folder.run.config
+    if fork := open_fork(chosen):
+        return dataclasses.replace(chosen, origin=fork.start), fork
+    if chosen.start.resumes or not config.train.init_from:
+        return chosen, None
     # Opened, which checks files and names, and not yet read: that takes the state's layout.
     weights = importing.open_together(config)
     name, size = config.data.tokenizer, config.model.vocab_size
     run = cluster.in_all(lambda: tokenizer_of_run(weights.published, name, size), RunError)
     cluster.log(*(f"note: {note}" for note in run.notes))
-    return weights
+    return chosen, weights
 
 
-def make_state(
-    config: ResolvedConfig, step: Step, weights: importing.PublishedWeights | None
-) -> TrainState:
-    """The state before the first step; every process must call this. weights: of
-    `train.init_from`, if they are open"""
+def make_state(config: ResolvedConfig, step: Step, origin: Origin) -> TrainState:
+    """The state before the first step; every process must call this. origin: if it is open"""
     # An earlier state's numbers may be in the file: a run that goes back to its beginning.
     if step.layout.disk:
         step.layout.disk.clear()
+    if isinstance(origin, Fork):
+        return origin.state(step)
+    if config.train.fork_from:
+        raise CheckpointError(f"all checkpoints of this fork of {config.train.fork_from} are gone")
     if config.train.init_from:
-        return importing.read_together(weights or importing.open_together(config), step)
+        return importing.read_together(origin or importing.open_together(config), step)
     return initial_state(step.layout, step.optimizer, config.train.seed)

@@ -215,6 +215,17 @@ class TrainConfig:
         "Hugging Face hub: its model's settings, and its weights as the initial ones of a new run; "
         "empty: random weights",
     )
+    fork_from: str = setting(
+        "",
+        "another run that a new run begins with, RUN or RUN@STEP: its folder, or the place of its "
+        "checkpoints; empty: none",
+    )
+    fork_inherits: str = setting(
+        "position",
+        "what a fork takes; weights; moments: these too; position: both, and the run goes on with "
+        "the step and the batch after RUN's",
+        Choices(("position", "moments", "weights")),
+    )
     phases: tuple[str, ...] = setting(
         (),
         "changes from a step or a number of tokens on, NAME.SETTING=VALUE, such as "

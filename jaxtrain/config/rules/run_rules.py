@@ -125,6 +125,15 @@ def _corpus_fits(data: DataConfig, model: ResolvedModel) -> Iterator[Violation]:
         )
 
 
+def weights_have_one_origin(train: TrainConfig) -> Iterator[Violation]:
+    if train.fork_from and train.init_from:
+        yield Violation(
+            "train.fork_from",
+            f"has weights for a new run, and so has train.init_from={train.init_from!r}",
+            [{"train.init_from": ""}, {"train.fork_from": ""}],
+        )
+
+
 def steps_suffice(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
     # A warm-up may outlast a short run, such as a trial of another's recipe; a decay may not begin
     # before it.
