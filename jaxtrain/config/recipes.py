@@ -222,8 +222,10 @@ def _with_code_beside(folder: pathlib.Path, config: Config) -> Config:
         setting, equals, value = text.partition("=")
         return setting + equals + full_path(value)
 
-    names = ("model.block", "model.mixer", "train.loss", "optimizer.name", "data.filter")
-    changes: dict[str, Any] = {path: full_path(get(config, path)) for path in names}
+    names = ("model.block", "model.mixer", "train.loss", "train.evaluate", "optimizer.name")
+    changes: dict[str, Any] = {
+        path: full_path(get(config, path)) for path in (*names, "data.filter")
+    }
     for path in ("model.kinds", "data.sources", "data.validation"):
         if isinstance(entries := get(config, path), tuple):
             changes[path] = tuple(map(entry, entries))

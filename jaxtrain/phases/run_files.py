@@ -12,8 +12,7 @@ from jaxtrain.config.recipes import config_text
 from jaxtrain.devices import cluster
 from jaxtrain.hf import source_files
 from jaxtrain.hf.importing import PublishedWeights
-from jaxtrain.phases.fork import Fork
-from jaxtrain.phases.run_state import Origin
+from jaxtrain.phases.run_state import Fork, Origin
 from jaxtrain.run.files import CONFIG_FILE, read_json, replace_text, warned
 from jaxtrain.training import stored_op_times
 

@@ -337,6 +337,7 @@ USES = (
         ),
         lambda c: f"with the weights of {c.train.init_from or c.train.fork_from!r}",
     ),
+    Use(["train.evaluate_seconds"], lambda c: c.train.evaluate, lambda c: "with train.evaluate=''"),
     Use(["train.fork_inherits"], lambda c: c.train.fork_from, lambda c: "with train.fork_from=''"),
     Use(
         ["train.nonfinite_limit"],
