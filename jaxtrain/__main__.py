@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "text from a checkpoint",
     "schedule": "a pipeline schedule as a picture and in figures",
     "checkpoint": "checkpoints of a run: listed, verified, shown, compared, deleted",
+    "compare": "runs side by side: settings that differ, and their losses in one picture",
     "convert": "published models (Hugging Face) to checkpoints, and back",
     "launch": "a run of several processes on this machine",
 }

@@ -200,6 +200,9 @@ METRICS = {
         host,
         group="validation",
     ),
+    "evaluation/NAME": Metric(
+        "", "that of `train.evaluate`, by the name that it returns", host, group="validation"
+    ),
     # of the first step of a start
     "start_up_s": Metric("s", "from the start of the command to its first finished step", host),
     **{f"{phase.value}_s": Metric("s", "its parts", host) for phase in Phase},
@@ -296,7 +299,10 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(record, allow_nan=False))
         if self._events is not None:
-            groups = {METRICS[name.partition("/")[0]].group for name in values}
+            records = (
+                METRICS.get(name) or METRICS[f"{name.partition('/')[0]}/NAME"] for name in values
+            )
+            groups = {record.group for record in records}
             group = "validation" if "validation" in groups else "train"
             for name, value in {"wall_s": wall_s, **values}.items():
                 if isinstance(value, (int, float)):

@@ -142,8 +142,13 @@ class Reporter:
         steps, self._pending = self._pending, ()
         return self._report_all(steps, together=True, stopping=stopping)
 
-    def validation(self, at: int, losses: Mapping[str, float]) -> None:
-        """Logs and shows validation losses, as of Evaluation.losses, if there are any."""
+    def validation(self, at: int, losses: Mapping[str, float], own: Mapping[str, float]) -> None:
+        """Logs and shows validation losses, as of Evaluation.losses, and numbers of an evaluation
+        of one's own, if there are any."""
+        if own:
+            self.log.write(at, **{f"evaluation/{name}": number for name, number in own.items()})
+            line = ", ".join(f"{name} {number:.5g}" for name, number in own.items())
+            self.progress.log(f"step {at}: {line}")
         if losses:
             named = {f"{VALIDATION_LOSS}/{name}".strip("/"): loss for name, loss in losses.items()}
             self.log.write(at, **named)

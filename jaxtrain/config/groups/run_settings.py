@@ -215,6 +215,17 @@ class TrainConfig:
         "Hugging Face hub: its model's settings, and its weights as the initial ones of a new run; "
         "empty: random weights",
     )
+    fork_from: str = setting(
+        "",
+        "another run that a new run begins with, RUN or RUN@STEP: its folder, or the place of its "
+        "checkpoints; empty: none",
+    )
+    fork_inherits: str = setting(
+        "position",
+        "what a fork takes; weights; moments: these too; position: both, and the run goes on with "
+        "the step and the batch after RUN's",
+        Choices(("position", "moments", "weights")),
+    )
     phases: tuple[str, ...] = setting(
         (),
         "changes from a step or a number of tokens on, NAME.SETTING=VALUE, such as "
@@ -223,6 +234,14 @@ class TrainConfig:
     )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", Range(at_least=0))
     eval_batches: int = setting(8, "batches in an evaluation", Range(at_least=1))
+    evaluate: str = setting(
+        "",
+        "an evaluation of one's own, FILE.py:FUNCTION or MODULE:FUNCTION, called when validation "
+        "losses are computed (docs/own_layer.md); empty: none",
+    )
+    evaluate_seconds: float = setting(
+        600.0, "seconds that `evaluate` may take; its numbers are dropped beyond", Range(above=0)
+    )
     on_nonfinite: str = setting(
         "stop",
         "what follows a loss or gradient that is not finite: stop; skip the update; "

@@ -34,6 +34,7 @@ RULES: tuple[SettingsRule, ...] = (
     pipeline_rules.saved_values_exist,
     pipeline_rules.layers_fill_chunks,
     pipeline_rules.chunks_have_layers,
+    run_rules.weights_have_one_origin,
     run_rules.steps_suffice,
     run_rules.places_are_folders,
     run_rules.offload_directory_is_local,
