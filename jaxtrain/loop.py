@@ -378,7 +378,8 @@ class Trainer:
             losses = self.evaluation.losses(self.state.trained)
             own = self.own.numbers(self.evaluation, self.state.trained, self.at, self.progress.log)
         self.validation_loss = losses.get("")
-        self.reporter.validation(self.at, losses, own)
+        decay = self.config.optimizer.ema_decay * self.config.train.eval_ema
+        self.reporter.validation(self.at, losses, own, decay)
         self.checkpoints.persistent.evaluated(self.at, self.validation_loss)
 
     def roll_back(self) -> None:

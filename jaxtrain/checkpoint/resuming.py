@@ -251,11 +251,16 @@ class ChosenStep:
         """Lists the settings that differ from those of the checkpoint."""
         if not self.choice.step:
             return
-        if changed := changes(self.choice.meta.stored_config(), self.folder.run.config):
+        stored, config = self.choice.meta.stored_config(), self.folder.run.config
+        if changed := changes(stored, config):
             cluster.log(
                 f"changed since the checkpoint of step {self.choice.step}:",
                 *(f"  {change}" for change in changed),
             )
+        if config.optimizer.ema_decay and not stored.optimizer.ema_decay:
+            cluster.log(f"the average begins with the parameters of step {self.choice.step}")
+        if stored.optimizer.ema_decay and not config.optimizer.ema_decay:
+            cluster.log("the average of the parameters is dropped: optimizer.ema_decay=0")
 
     def candidates(
         self, step: Step, batches: TrainingBatches, new_state: Callable[[], TrainState]

@@ -7,6 +7,7 @@ import jax
 from etils import epath
 
 from jaxtrain.checkpoint.restoring import load_parameters
+from jaxtrain.checkpoint.steps import trained_group
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.own_code import OwnCodeError
 from jaxtrain.data.corpora import Corpora
@@ -66,7 +67,7 @@ def log_results(
         train.steps,
         config.model,
         config.precision,
-        independent_replicas=train.diloco_inner_steps > 0,
+        trained_group(train, train.eval_ema),
     )
     sampler = Sampler(layout.parts, params, jax.numpy.dtype(config.precision.compute))
     text = sample_text(

@@ -130,9 +130,10 @@ class Fork:
         """The run's state before its first step; all that it does not inherit is zero, as in a new
         one. Every process must call this. Raises CheckpointError in all of them."""
         abstract, stored = stored_state(step)
-        every = [field.name for field in dataclasses.fields(abstract)]
-        names = {"position": every, "moments": [name for name in every if name != "step"]}
-        inherited = names.get(self.inherits, [steps.PARAMETERS, steps.ANCHOR])
+        weights = [steps.PARAMETERS, steps.ANCHOR, steps.AVERAGE]
+        moments = [*weights, "optimizer", "outer_momentum"]
+        names = {"weights": weights, "moments": moments, "position": [*moments, "step"]}
+        inherited = names[self.inherits]
         of = lambda state: {name: getattr(state, name) for name in inherited}
         read = lambda: restore(self.directory, self.meta.step, of(abstract), of(stored))
         arrays = cluster.in_all(read, steps.CheckpointError)
@@ -141,7 +142,7 @@ class Fork:
             # The learning rate begins anew; what moments know of their age stays with them.
             rate = jax.tree.map(zeros, abstract.optimizer[-1])
             arrays["optimizer"] = (*arrays["optimizer"][:-1], rate)
-        rest = dataclasses.replace(abstract, **dict.fromkeys(inherited))
+        rest: Any = dataclasses.replace(abstract, **dict.fromkeys(inherited, None))  # type: ignore[arg-type]
         rest = jax.tree.map(zeros, rest, is_leaf=is_on_disk)
         return with_working(step.layout, dataclasses.replace(rest, **arrays))
 

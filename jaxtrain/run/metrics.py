@@ -203,6 +203,13 @@ METRICS = {
     "evaluation/NAME": Metric(
         "", "that of `train.evaluate`, by the name that it returns", host, group="validation"
     ),
+    "ema_decay": Metric(
+        "",
+        "`optimizer.ema_decay` where the losses are those of the average of the parameters; only "
+        "with `train.eval_ema`",
+        host,
+        group="validation",
+    ),
     # of the first step of a start
     "start_up_s": Metric("s", "from the start of the command to its first finished step", host),
     **{f"{phase.value}_s": Metric("s", "its parts", host) for phase in Phase},

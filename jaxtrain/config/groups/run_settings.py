@@ -120,6 +120,11 @@ class OptimizerConfig:
     clip_norm: float = setting(
         1.0, "largest global gradient norm; 0: no clipping", Range(at_least=0)
     )
+    ema_decay: float = setting(
+        0.0,
+        "decay of the exponential moving average of the parameters, such as 0.999; 0: no average",
+        Range(at_least=0, below=1),
+    )
     b1: float = setting(0.9, meaning("b1"), Range(at_least=0, below=1))
     b2: float = setting(0.95, meaning("b2"), Range(at_least=0, below=1))
     epsilon: float = setting(1e-8, meaning("epsilon"), Range(above=0))
@@ -241,6 +246,9 @@ class TrainConfig:
     )
     evaluate_seconds: float = setting(
         600.0, "seconds that `evaluate` may take; its numbers are dropped beyond", Range(above=0)
+    )
+    eval_ema: bool = setting(
+        False, "evaluate and sample with the average of optimizer.ema_decay, not the parameters"
     )
     on_nonfinite: str = setting(
         "stop",

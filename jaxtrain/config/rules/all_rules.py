@@ -37,6 +37,7 @@ RULES: tuple[SettingsRule, ...] = (
     run_rules.weights_have_one_origin,
     run_rules.steps_suffice,
     run_rules.places_are_folders,
+    run_rules.average_fits,
     run_rules.offload_directory_is_local,
     mesh_rules.blocks_divide,
     mesh_rules.context_axis_divides,

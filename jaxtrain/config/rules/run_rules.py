@@ -163,6 +163,31 @@ def steps_suffice(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Vi
         )
 
 
+def average_fits(
+    optimizer: OptimizerConfig, train: TrainConfig, parallel: ParallelConfig
+) -> Iterator[Violation]:
+    path, without = "optimizer.ema_decay", {"optimizer.ema_decay": 0.0, "train.eval_ema": False}
+    if train.eval_ema and not optimizer.ema_decay:
+        yield Violation(
+            "train.eval_ema", f"needs an average, and {path}=0", [{path: 0.999}, without], show=2
+        )
+    if optimizer.ema_decay and train.diloco_inner_steps:
+        yield Violation(
+            path,
+            "is for one set of parameters, and replicas have their own with "
+            f"train.diloco_inner_steps={train.diloco_inner_steps}",
+            [without, {"train.diloco_inner_steps": 0}],
+        )
+    if optimizer.ema_decay and parallel.offload_to("optimizer") == "disk":
+        yield Violation(
+            path,
+            "has no average on disk, where "
+            f"parallel.offload_directory={parallel.offload_directory!r} keeps the optimizer's "
+            "state",
+            [without, {"parallel.offload_directory": ""}],
+        )
+
+
 def products_are_built(precision: PrecisionConfig, model: ResolvedModel) -> Iterator[Violation]:
     if precision.matmul not in ("compute", *kernels.QUANTIZED):
         yield Violation(
