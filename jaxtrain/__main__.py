@@ -23,6 +23,7 @@ COMMANDS = {
     "checkpoint": "checkpoints of a run: listed, verified, shown, compared, deleted",
     "convert": "published models (Hugging Face) to checkpoints, and back",
     "launch": "a run of several processes on this machine",
+    "sweep": "runs of one recipe that differ by settings, and their table",
 }
 IN_ROOMS = {name: f"experiments.{name}" for name in ("sweep", "compare", "page", "track")}
 HELP = "\n".join(
