@@ -148,10 +148,9 @@ def plan_sweep(reading: Reading) -> tuple[types.SimpleNamespace, list[SweepRun]]
     flags.workdir = flags.workdir or f"{cli.default_workdir(flags.config)}_sweep"
     of_all = [
         f"--config={flags.config}",
-        *(f"--config.{p}={text}" for p, text in reading.overrides),
+        *(f"--config.{path}={text}" for path, text in reading.overrides),
+        *[f"--cpu_devices={flags.cpu_devices}"] * bool(flags.cpu_devices),
     ]
-    if flags.cpu_devices:
-        of_all.append(f"--cpu_devices={flags.cpu_devices}")
     for settings in settings_of_runs(flags.grid, flags.random, flags.seed):
         folder = pathlib.Path(flags.workdir, name_of(settings))
         words = [*of_all, *(f"--config.{path}={text}" for path, text in settings.items())]
@@ -180,28 +179,21 @@ def settings_of_runs(texts: Sequence[str], number: int, seed: int) -> list[dict[
     if size > MOST_RUNS:
         rule = f"a sweep of {size:,} runs has more than {MOST_RUNS:,}"
         raise UsageError(rule, advice=f"--random={MOST_RUNS}")
-    if not number:
-        return [
-            dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
-        ]
-    generator = random.Random(seed)
-    drawn: dict[str, dict[str, str]] = {}
-    for _ in range(DRAWS * number):
-        settings = {path: draw_value(generator, values) for path, values in grid.items()}
-        drawn.setdefault(name_of(settings), settings)
-    return [*drawn.values()][:number]
+    generator, combinations = random.Random(seed), itertools.product(*grid.values())
+    drawn = ([draw_value(generator, v) for v in grid.values()] for _ in range(DRAWS * number))
+    runs = [dict(zip(grid, each, strict=True)) for each in (drawn if number else combinations)]
+    return [*{name_of(run): run for run in runs}.values()][: number or None]
 
 
 def draw_value(generator: random.Random, texts: Sequence[str]) -> str:
     """One of some texts; if that is LOW..HIGH, a number between, of four digits, or a whole one
     where both ends are."""
     text = generator.choice(texts)
-    ends = text.partition("..")[::2]
-    low, high = (cfg.number(end) or 0.0 for end in ends)
+    low, high = (cfg.number(end) or 0.0 for end in text.partition("..")[::2])
     if not 0 < low < high:
         return text
     value = low * (high / low) ** generator.random()
-    return str(round(value)) if "".join(ends).isdigit() else f"{value:.4g}"
+    return f"{value:.0f}" if text.replace("..", "").isdigit() else f"{value:.4g}"
 
 
 def name_of(settings: Mapping[str, str]) -> str:
@@ -239,10 +231,11 @@ def train_in_rungs(
         streams.log(f"{len(chosen)} runs to 1/{cut} of their steps, {len(waiting)} of them now")
         with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
             futures = [pool.submit(train, run, cut, free, signals) for run in waiting]
-            for future in concurrent.futures.as_completed(futures):
+            for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 if record := future.result():
                     records.write(json.dumps(record))
-                    streams.log(f"{record['run']}: {named(record)}, loss {score(record):.4f}")
+                    said = record["error"] or f"loss {score(record):.6g}"
+                    streams.log(f"{number}/{len(waiting)} {record['run']}: {named(record)}, {said}")
         ended = reached(chosen, folder, cut)
         if any(last["status"] < 0 or launch.goes_on(last["status"]) for _, last in ended):
             break
