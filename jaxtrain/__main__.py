@@ -24,6 +24,7 @@ COMMANDS = {
     "compare": "runs side by side: settings that differ, and their losses in one picture",
     "convert": "published models (Hugging Face) to checkpoints, and back",
     "launch": "a run of several processes on this machine",
+    "sweep": "runs of one recipe that differ by settings, and their table",
 }
 IN_ROOMS = {name: f"experiments.{name}" for name in ("sweep", "compare", "page", "track")}
 HELP = "\n".join(

@@ -21,6 +21,7 @@ from jaxtrain import cli
 from jaxtrain.checkpoint.manager import RunCheckpoints
 from jaxtrain.checkpoint.resuming import Candidates, StartPoint, open_folder
 from jaxtrain.config import ResolvedConfig, TrainConfig
+from jaxtrain.config.groups.mixture_settings import is_evaluated
 from jaxtrain.config.phases import Span, config_of, span_at, spans
 from jaxtrain.data.batches import HeldOutBatches, TrainingBatches
 from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpora
@@ -38,7 +39,7 @@ from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.intervals import Intervals
-from jaxtrain.run.metrics import MetricsWriter
+from jaxtrain.run.metrics import MetricsWriter, was_evaluated
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
@@ -103,9 +104,11 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
         content = TrainingBatches(corpora, spans(config))
         chosen.check_corpora(content)
         config = until_exhausted(config, content)
-        if chosen.start.step >= config.train.steps:
+        last = config.train.last_step
+        if chosen.start.step >= last and not evaluates_first(config, chosen.start, folder):
+            setting = "train.steps" if last == config.train.steps else "train.stop_at"
             cluster.log(
-                f"{folder} already has its {chosen.start.step} steps: raise train.steps to go on",
+                f"{folder} already has its {chosen.start.step} steps: raise {setting} to go on",
                 *what_next(config, folder, corpora.tokenizer),
             )
             return ExitStatus.FINISHED
@@ -148,7 +151,8 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 # Not before: one thread traces at a time, and the step takes longest to compile.
                 initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, corpora.checksums, executor)
-            validates = config.train.eval_every or evaluates_first(config, candidates.expected)
+            first = evaluates_first(config, candidates.expected, folder)
+            validates = config.train.eval_every or first
             has_sets = any(loader.content.batches for loader in held_out.values())
             others = [evaluation.start_compiling()] if validates and has_sets else []
             cluster.log(*introduction(*programs.first), *corpora.describe())
@@ -207,9 +211,9 @@ class Trainer:
         self.asked = Request.NOTHING
         self.validation_loss: float | None = None
         self.clock, self.watchdog = clock, context.watchdog
-        self.steps = config.train.steps
+        self.steps = config.train.last_step
         self.intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
-        self.evaluates_first = evaluates_first(config, start)
+        self.evaluates_first = evaluates_first(config, start, context.folder)
         self.feed = Feed(ready.batches, start.meta.position, self.steps - self.at)
 
         # --- what people see ---
@@ -424,13 +428,17 @@ class Trainer:
                 closing.callback(each.close)
 
 
-def evaluates_first(config: ResolvedConfig, start: StartPoint) -> bool:
+def evaluates_first(config: ResolvedConfig, start: StartPoint, folder: pathlib.Path) -> bool:
     """True if a run that starts here is evaluated before its first step: what it starts from has
-    learned something, or there are sets whose losses are followed."""
+    learned something, there are sets whose losses are followed, or a kill came between the save of
+    this step and its evaluation. Every process must call this."""
+    if start.step:
+        due = Intervals.of(config.train, config.checkpoint, 1).evaluates(start.step)
+        if not (due and is_evaluated(config.data)):
+            return False
+        return not cluster.from_main(lambda: was_evaluated(folder, start.step), FolderError)
     is_imported = bool(config.train.init_from or config.train.fork_from) or start.resumes
-    return start.step == 0 and (
-        is_imported or bool(config.train.eval_every and config.data.validation)
-    )
+    return is_imported or bool(config.train.eval_every and config.data.validation)
 
 
 def _evaluation(

@@ -198,6 +198,12 @@ class TrainConfig:
     """The run."""
 
     steps: int = setting(100, "optimizer steps", Range(at_least=1))
+    stop_at: int = setting(
+        0,
+        "step after which the run stops, saved and evaluated, with the learning rates of all its "
+        "`steps`: a later start goes on from there; 0: the last one",
+        Range(at_least=0),
+    )
     loss: str = setting(
         "", "a loss of one's own, FILE.py:FUNCTION or MODULE:FUNCTION; empty: cross-entropy"
     )
@@ -300,6 +306,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", as_entries(self.phases))
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return min(self.steps, self.stop_at or self.steps)
 
 
 @dataclasses.dataclass(frozen=True)

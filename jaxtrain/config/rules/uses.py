@@ -300,6 +300,7 @@ USES = (
             lambda c: f"with train.steps={c.train.steps}",
         )
         for path in (
+            "train.stop_at",
             "train.eval_every",
             "checkpoint.every",
             "checkpoint.keep_every",
