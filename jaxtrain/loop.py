@@ -27,6 +27,7 @@ from jaxtrain.data.batches import HeldOutBatches, TrainingBatches
 from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpora
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.experiments.followers import Followers
 from jaxtrain.phases.run_end import draw_losses, log_results, what_next
 from jaxtrain.phases.run_files import write_settings
 from jaxtrain.phases.run_state import make_state, open_origin, state_on_disk, until_exhausted
@@ -227,6 +228,8 @@ class Trainer:
             goodput.wall_s,
             log_line,
         )
+        names = config.metrics.trackers if main else ()
+        self.trackers = Followers(context.folder, names, log_line)
         self.profile = Profile(
             trace_folder(context.folder), self.at, config.train.profile_steps, clock, log_line
         )
@@ -424,7 +427,7 @@ class Trainer:
         """Ends what the loop has open, also after an error; saves that are under way are waited
         for, after all files are closed."""
         with contextlib.ExitStack() as closing:
-            for each in (self.checkpoints, self.log, self.progress, self.profile):
+            for each in (self.trackers, self.checkpoints, self.log, self.progress, self.profile):
                 closing.callback(each.close)
 
 

@@ -370,3 +370,14 @@ class MetricsConfig:
         "write the sequences that each process reads in every step into the folder rows/; "
         "together they are the same for any number of processes",
     )
+    trackers: tuple[str, ...] = setting(
+        (),
+        "trackers that get the records, each once a checkpoint has its step; or FILE.py:CLASS, "
+        "one's own",
+        Choices(("wandb", "trackio", "mlflow"), own_code=True),
+    )
+    project: str = setting(
+        "",
+        "the run's project (wandb, trackio) or experiment (mlflow); empty: what the tracker's own "
+        "environment variable says, else jaxtrain",
+    )

@@ -368,6 +368,7 @@ USES = (
         lambda c: c.train.sample_tokens,
         lambda c: "with train.sample_tokens=0",
     ),
+    Use(["metrics.project"], lambda c: c.metrics.trackers, lambda c: "without metrics.trackers"),
 )
 # One more on devices that are no TPUs.
 OFF_TPUS = Use(
