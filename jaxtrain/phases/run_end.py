@@ -64,7 +64,7 @@ def log_results(
     # only its shards of the state.
     layout, params = load_parameters(
         checkpoints,
-        train.steps,
+        train.last_step,
         config.model,
         config.precision,
         trained_group(train, train.eval_ema),
@@ -89,7 +89,10 @@ def what_next(config: ResolvedConfig, folder: pathlib.Path, tokenizer: Tokenizer
     if model.positions == "learned":
         free = model.max_positions - 1 - len(str(generate["prompt"]).encode())
         generate["tokens"] = max(1, min(100, free))
-    train_on: dict[str, object] = {"config.train.steps": 2 * train.steps}
+    stops = train.last_step < train.steps
+    train_on: dict[str, object] = (
+        {"config.train.stop_at": 0} if stops else {"config.train.steps": 2 * train.steps}
+    )
     if jax.process_count() == 1 and jax.default_backend() == "cpu":
         train_on["cpu_devices"] = jax.device_count()
     return next_commands(str(folder), generate, train_on, jax.process_count())

@@ -34,6 +34,7 @@ def offer(error: ConfigError) -> dict[str, Any]:
     return {path: flags.setting_value(path, text) for path, _, text in pairs}
 
 
+MIXER = "support.own_layers:Mixer"
 SCALED = {"model.rope_factor": 4.0, "model.rope_original_length": 32}
 LATENT = {
     "model.attention": "mla",
@@ -305,6 +306,11 @@ RULES = [
         {"model.biases": ("out", "experts")},
         "model.biases=('out', 'experts') has 'experts' with model.experts=0: use "
         "--config.model.biases=out",
+    ),
+    (
+        {"model.mup_base_width": 64, "model.mixer": MIXER},
+        f"model.mup_base_width=64 scales initial values, and {MIXER} draws its own: use "
+        "--config.model.mup_base_width=0",
     ),
     (
         {"model.parallel_block": True, "model.norm_place": "both"},
@@ -1020,6 +1026,11 @@ ALLOWED = [
 # Settings that are not at their defaults and have no use: what the note says. A recipe's must work
 # without.
 UNUSED = [
+    (
+        {"model.mup_base_head_dim": 16},
+        "model.mup_base_head_dim=16 has no use with model.mup_base_width=0 and "
+        "model.attention_scale=0.0",
+    ),
     (
         {"model.kinds": ("few.heads=2",), "model.pattern": ("full", "nope")},
         "model.kinds=few.heads=2 has no use: no layer is of kind few",

@@ -189,7 +189,8 @@ class Optimizer:
         parameters = zip(specs, paths, tree.flatten_up_to(params), strict=True)
         for i, (spec, (path, gradient), held) in enumerate(parameters):
             decay = self.settings.weight_decay if spec.matrix else 0.0
-            one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite)
+            factor = record_of(self.settings.name).mup(self.settings, spec.mup_rate, spec.mup_size)
+            one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite, factor)
             if not self._elementwise:
                 one = _unstacked(one, spec, parts.follow, gradient.shape)
             leaves = [column[i] for column in columns]
@@ -314,6 +315,7 @@ class ParameterUpdate:
     rate:       the learning rate
     count:      the number of updates before this one, int32
     finite:     as in Optimizer.update
+    factor:     of μP, on directions and not on the decay (models/mup.py)
     """
 
     directions: optax.GradientTransformation
@@ -322,6 +324,7 @@ class ParameterUpdate:
     rate: jax.Array
     count: jax.Array
     finite: jax.Array | None
+    factor: float = 1.0
 
     def __call__(
         self,
@@ -339,6 +342,8 @@ class ParameterUpdate:
         direction, new_state = self.directions.update(
             gradient, self.parts.outline.unflatten(wide), value
         )
+        if self.factor != 1:
+            direction = direction * self.factor
         if self.decay:
             direction = direction + self.decay * value
         new = [value - self.rate * direction, *jax.tree.leaves(new_state)]
