@@ -6,7 +6,6 @@ subject.py finds the checkpoints that DIR stands for.
 
 import contextlib
 import datetime
-import functools
 import math
 import os
 import pathlib
@@ -438,8 +437,9 @@ def mean(*subjects_and_flags: Any) -> None:
         wanted = [*present] if of.step or not flags.steps else flags.steps.split(",")
         if missing := [step for step in wanted if step not in present]:
             rule = f"{missing[0]!r} is no step of {of.directory}"
-            use = ",".join([*present][-max(len(wanted), 2) :])
-            raise cli.FlagsError(f"--steps={flags.steps}: {rule}: use --steps={use}")
+            raise cli.FlagsError(
+                f"--steps={flags.steps}: {rule}: use --steps={','.join([*present][-3:])}"
+            )
         folders += [present[step] for step in wanted]
     if len(folders) < 2:
         raise cli.FlagsError("mean is about several steps, not one: use --steps=A,B or two runs")
@@ -451,8 +451,10 @@ def mean(*subjects_and_flags: Any) -> None:
     for folder, step in zip(folders, opened, strict=True):
         for violation in violations(opened[0].config, step.config):
             if (field := violation.field).startswith("model."):
-                values = f"{get(step.config, field)!r}, not {get(opened[0].config, field)!r}"
-                raise cli.FlagsError(f"{folder} has {field}={values}: use steps of one model")
+                raise cli.FlagsError(
+                    f"{folder} has {field}={get(step.config, field)!r}, and {folders[0]} "
+                    f"{get(opened[0].config, field)!r}: use steps of one model"
+                )
         if (damage := _verify(folder)) != []:
             raise steps.CheckpointError(f"{folder}: {(damage or ['it was deleted'])[0]}")
     from jaxtrain.convert import save_first_step, start_on_host
@@ -460,8 +462,12 @@ def mean(*subjects_and_flags: Any) -> None:
     start_on_host()
     from jaxtrain.checkpoint.restoring import mean_state
 
-    tree = functools.partial(mean_state, opened, config.to_store())
-    save_first_step(pathlib.Path(flags.out), config, opened[0].meta.tokenizer, tree)
+    save_first_step(
+        pathlib.Path(flags.out),
+        config,
+        opened[0].meta.tokenizer,
+        lambda: mean_state(opened, config.to_store()),
+    )
     print(f"{flags.out}: step 0 with the mean of {', '.join(map(str, folders))}")
 
 
