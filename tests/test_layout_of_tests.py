@@ -81,6 +81,7 @@ GROUPED = {
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/attention/ring.py": "parallel/test_context.py",
     "parallel/attention/splash_fused.py": "parallel/test_splash.py",
+    "phases/run_context.py": "test_train.py",
     "phases/run_end.py": "test_train.py",
     "phases/run_files.py": "test_train.py",
     "phases/run_state.py": "test_init_from.py",

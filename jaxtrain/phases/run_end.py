@@ -80,6 +80,15 @@ def log_results(
     cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 
 
+def all_done(
+    config: ResolvedConfig, folder: pathlib.Path, steps: int, tokenizer: Tokenizer
+) -> list[str]:
+    """Lines for a run that has taken its steps before."""
+    setting = "stop_at" if config.train.last_step < config.train.steps else "steps"
+    says = f"{folder} already has its {steps} steps: raise train.{setting} to go on"
+    return [says, *what_next(config, folder, tokenizer)]
+
+
 def what_next(config: ResolvedConfig, folder: pathlib.Path, tokenizer: Tokenizer) -> list[str]:
     """The last lines of a run that has all its steps: its files, and the next commands."""
     train, model = config.train, config.model
