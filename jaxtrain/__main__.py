@@ -22,6 +22,7 @@ COMMANDS = {
     "schedule": "a pipeline schedule as a picture and in figures",
     "checkpoint": "checkpoints of a run: listed, verified, shown, compared, deleted",
     "convert": "published models (Hugging Face) to checkpoints, and back",
+    "page": "a run as one HTML file, or served on this machine while it goes on",
     "launch": "a run of several processes on this machine",
 }
 IN_ROOMS = {name: f"experiments.{name}" for name in ("sweep", "compare", "page", "track")}
