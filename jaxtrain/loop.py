@@ -4,8 +4,8 @@ what is logged once all steps are done.
 
 A run leaves these files in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
 tensorboard/, loss.png, goodput.png, profile/; metrics.rolled_back.jsonl if it has gone back;
-op_times.json if op times are planned or measured; planned.json if the hardware is known; and
-run.lock while it runs.
+op_times.json if op times are planned or measured; planned.json if the hardware is known;
+starts.jsonl, samples.jsonl; and run.lock while it runs.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.experiments.followers import Followers
 from jaxtrain.phases.run_context import RunContext, evaluates_first, timed, watched
 from jaxtrain.phases.run_end import all_done, draw_losses, log_results, what_next
-from jaxtrain.phases.run_files import write_settings
+from jaxtrain.phases.run_files import write_start
 from jaxtrain.phases.run_state import make_state, open_origin, state_on_disk, until_exhausted
 from jaxtrain.phases.span_programs import SpanPrograms
 from jaxtrain.phases.start_lines import beginning, introduction, memory_lines, when_compiled
@@ -137,7 +137,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             when_compiled(step, clock, compiling, others)
             cluster.log(*(line for each in loaders for line in each.content.remarks()))
             state, start = candidates.restore(initial)
-            write_settings(prepared.config, prepared.requested.pipeline, folder, origin)
+            write_start(prepared, start, step, compiling.result().train, origin)
 
             # --- loop ---
             goodput.reached(start.step)
@@ -157,7 +157,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 picture.result()
                 return _together(status)
         del trainer  # and its state: the sampler needs the memory
-        log_results(config, corpora, checkpoints.directory, validation_loss)
+        log_results(config, corpora, checkpoints.directory, folder, validation_loss)
         picture.result()
         lasting.close()  # it logs the goodput
         cluster.log(*what_next(config, folder, corpora.tokenizer))

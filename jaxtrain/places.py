@@ -45,6 +45,8 @@ FILES = (  # of process 0 in the run's folder
         files.CONFIG_FILE,
         OP_TIMES,
         files.PLANNED,
+        files.STARTS_FILE,
+        files.SAMPLES_FILE,
         run_lock.NAME,
         goodput.GOODPUT_FILE,
         goodput.GOODPUT_PLOT,
