@@ -189,11 +189,37 @@ def test_pods_of_a_jobset_find_each_other():
     )
 
 
+def test_pods_of_a_sweep_train_a_run_each(tmp_path):
+    """A verdict ends an index alone; what goes on starts again, after 75 as often as it happens;
+    the sweep has as many runs as there are indices."""
+    jobset = load("jobset_sweep.yaml")
+    job = job_of(jobset)
+    rules = {
+        code: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {"values": []})["values"]
+    }
+    assert rules == dict.fromkeys(sorted(FOR_GOOD), "FailIndex") | {75: "Ignore"}
+    assert (job["completionMode"], jobset["spec"]["failurePolicy"]["maxRestarts"]) == ("Indexed", 0)
+    (container,) = job["template"]["spec"]["containers"]
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "3"}
+    words = [*container["command"], *container["args"]]
+    said = subprocess.run(words, env=own, capture_output=True, text=True, check=True).stdout
+    command = ["-m", "jaxtrain", "sweep", *container["args"], "--index=3"]
+    assert said.splitlines() == command
+    listed = [sys.executable, *command[:-1], "--cpu_devices=1", "--list"]
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    runs = subprocess.run(listed, env=own, capture_output=True, text=True, check=True).stdout
+    assert len(runs.splitlines()) == job["completions"]
+
+
 CRD = os.environ.get("JAXTRAIN_JOBSET_CRD")
 
 
 @pytest.mark.skipif(not CRD, reason="needs JobSet's CRD: JAXTRAIN_JOBSET_CRD=FILE")
-@pytest.mark.parametrize("name", JOBSETS)
+@pytest.mark.parametrize("name", [*JOBSETS, "jobset_sweep.yaml"])
 def test_a_jobset_has_the_form_of_its_crd(name):
     schema = crd_schema.schema_of(yaml.safe_load(pathlib.Path(CRD).read_text()), "v1alpha2")
     assert not list(crd_schema.problems(load(name), schema))
