@@ -21,8 +21,11 @@ COMMANDS = {
     "generate": "text from a checkpoint",
     "schedule": "a pipeline schedule as a picture and in figures",
     "checkpoint": "checkpoints of a run: listed, verified, shown, compared, deleted",
+    "compare": "runs side by side: settings that differ, and their losses in one picture",
     "convert": "published models (Hugging Face) to checkpoints, and back",
+    "track": "a run's records sent to wandb, trackio or mlflow",
     "launch": "a run of several processes on this machine",
+    "sweep": "runs of one recipe that differ by settings, and their table",
 }
 IN_ROOMS = {name: f"experiments.{name}" for name in ("sweep", "compare", "page", "track")}
 HELP = "\n".join(

@@ -37,7 +37,7 @@ from jaxtrain.config.recipes import config_text
 from jaxtrain.config.rules import checks
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.devices.cluster_environment import read_environment
-from jaxtrain.generate_command import find_checkpoint, understand
+from jaxtrain.generate_command import EMA, find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
@@ -70,6 +70,7 @@ FLAGS = {
     "to_hf": (
         WORKDIR,
         Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
+        EMA,
         Flag(
             "dtype",
             "",
@@ -216,18 +217,18 @@ def to_hf(command_line: Reading) -> None:
         checkpoints, step = find_checkpoint(
             flags.workdir,
             flags.step,
-            functools.partial(wrong_arrays, trained_alone=True),
+            functools.partial(wrong_arrays, trained_alone=True, average=flags.ema),
             _remark,
         )
         meta = Meta.from_json(read_meta(checkpoints, step))
-        config, tokenizer = understand(meta, f"{checkpoints}/{step}", flags.workdir)
+        config, tokenizer = understand(meta, f"{checkpoints}/{step}", flags.workdir, flags.ema)
         folder = checkpoints / str(step)
         opened = reading.open_arrays(folder, read_database(folder / STATE))
     except DatabaseError as error:
         raise CheckpointError(f"{checkpoints}: its state {error}") from None
     except ValueError as error:  # UsageError and ConfigError, too
         raise HfError(str(error)) from None
-    group = f"{trained_group(config.train.diloco_inner_steps > 0)}/"
+    group = f"{trained_group(config.train, flags.ema)}/"
     arrays = {name.removeprefix(group): a for name, a in opened.items() if name.startswith(group)}
     source, workdir = pathlib.Path(flags.workdir) / SOURCE, pathlib.Path(flags.workdir).resolve()
     if source.is_symlink():  # what it leads to would be published

@@ -99,6 +99,8 @@ GROUPED = {
     "schedule/__main__.py": "test_show_schedule.py",
     "schedule_flags.py": "test_show_schedule.py",
     "schedule/cell_grid.py": "schedule/test_table.py",
+    "experiments/followers.py": "experiments/test_track.py",
+    "experiments/trackers.py": "experiments/test_track.py",
     "schedule/by_name.py": "schedule/test_orders.py",
     "schedule/clocks/coupled.py": "schedule/test_simulate.py",
     "schedule/clocks/events.py": "schedule/test_simulate.py",

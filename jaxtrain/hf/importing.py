@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxtrain.checkpoint.regions import StoredArray, cut_piece, piece_shape, stored_arrays
 from jaxtrain.checkpoint.restoring import expected_arrays
-from jaxtrain.checkpoint.steps import ANCHOR, PARAMETERS
+from jaxtrain.checkpoint.steps import ANCHOR, AVERAGE, PARAMETERS
 from jaxtrain.checkpoint.storage import HostArray, Views, nested, on_devices
 from jaxtrain.config import FilledConfig, ResolvedConfig
 from jaxtrain.devices import cluster
@@ -266,7 +266,7 @@ def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
     return {
         f"{group}/{name}": PublishedArray(weights, by_index)
         for name, by_index in by_array.items()
-        for group in (PARAMETERS, ANCHOR)
+        for group in (PARAMETERS, ANCHOR, AVERAGE)
     }
 
 

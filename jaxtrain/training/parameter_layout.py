@@ -111,6 +111,7 @@ class ParameterLayout:
     optimizer: OptimizerConfig = OptimizerConfig()
     # what stands before and after the layers is sharded as in ZeRO-3, over a stage's devices
     shards_ends: bool = False
+    evaluates_ema: bool = False  # the average is evaluated in the place of the parameters
 
     @classmethod
     def unstaged(
@@ -263,6 +264,21 @@ class ParameterLayout:
         # Each device of a replica exchanges its own shard. Without ZeRO all of them would have the
         # same numbers, and memory for them.
         shardings = dataclasses.replace(self, zero=max(self.zero, 1)).scattered
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
+            self.shapes,
+            shardings,
+        )
+
+    @property
+    def ema(self) -> dict | None:
+        """The average of the parameters, float32, as ShapeDtypeStructs that lie with the
+        optimizer's state; None without `optimizer.ema_decay`."""
+        if not self.optimizer.ema_decay:
+            return None
+        shardings = self.scattered
+        if self.offload:
+            shardings = jax.tree.map(host_memory.on_host, shardings)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
             self.shapes,
