@@ -442,7 +442,8 @@ def mean(*subjects_and_flags: Any) -> None:
             )
         folders += [present[step] for step in wanted]
     if len(folders) < 2:
-        raise cli.FlagsError("mean is about several steps, not one: use --steps=A,B or two runs")
+        use = "use jaxtrain checkpoint mean DIR --steps=A,B or several DIRs"
+        raise cli.FlagsError(f"mean is about several steps, not {len(folders)}: {use}")
     if os.path.lexists(flags.out) or stores.scheme_of(flags.out):
         raise cli.FlagsError(f"--out={flags.out} is no new folder: use another name")
     opened = [reading.open_step(folder) for folder in folders]
