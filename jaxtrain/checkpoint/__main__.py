@@ -24,6 +24,7 @@ from jaxtrain.checkpoint.manifest import DatabaseError
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import UsageError, fields, flag_text, get, replace
 from jaxtrain.config.flags import Flag, read_flags
+from jaxtrain.config.rules import checks
 from jaxtrain.config.rules.resume import violations
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
@@ -442,12 +443,16 @@ def mean(*subjects_and_flags: Any) -> None:
             )
         folders += [present[step] for step in wanted]
     if len(folders) < 2:
-        use = "use jaxtrain checkpoint mean DIR --steps=A,B or several DIRs"
-        raise cli.FlagsError(f"mean is about several steps, not {len(folders)}: {use}")
+        raise cli.FlagsError(
+            f"mean is about several steps, not {len(folders)}: use jaxtrain checkpoint mean DIR "
+            "--steps=A,B or several DIRs"
+        )
     if os.path.lexists(flags.out) or stores.scheme_of(flags.out):
         raise cli.FlagsError(f"--out={flags.out} is no new folder: use another name")
     opened = [reading.open_step(folder) for folder in folders]
     config = replace(opened[0].config, OF_ONE_RUN)
+    if error := checks.error_of(config):  # such as code of one's own that is not here
+        raise cli.FlagsError(f"{folders[0]}: {error}")
     places.check(config, flags.out)
     for folder, step in zip(folders, opened, strict=True):
         for violation in violations(opened[0].config, step.config):
