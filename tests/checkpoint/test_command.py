@@ -560,7 +560,7 @@ def test_mean(run, here, tmp_path):
         (["prune", "RUN", "--keep=x"], "--keep='x' is not an integer\n"),
         (
             ["mean", "RUN", "--steps=3,5", "--out=NEW"],
-            "--steps=3,5: '5' is no step of RUN/",
+            "RUN/checkpoints has no step '5': use",
         ),
         (["mean", "RUN/checkpoints/3"], "mean is about several steps, not 1: use jaxtrain checkp"),
         (["mean"], "mean is about several steps, not 0: use jaxtrain checkpoint mean DIR --steps"),
