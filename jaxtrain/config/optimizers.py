@@ -48,6 +48,9 @@ class OptimizerRecord:
     momentum:    (tree of the state, settings → factor): after the first step that tree is the
                  clipped gradient times the factor; None if no tree is
     fixed:       settings on which the shapes of the state depend: a resumed run keeps them
+    rest:        of parameters that are no matrices between activations (models/spec.py:
+                 Spec.orthogonalized), with a state of as many arrays. The others' directions are
+                 then orthogonalized after `make` (training/update/muon.py). None: all are alike
     """
 
     name: str
@@ -59,6 +62,11 @@ class OptimizerRecord:
     elementwise: bool = True
     momentum: tuple[str, Callable[[Any], float]] | None = None
     fixed: tuple[str, ...] = ()
+    rest: "OptimizerRecord | None" = None
+
+    def of(self, orthogonalized: bool) -> "OptimizerRecord":
+        """The record of a parameter, which a Spec says to be orthogonalized, or not."""
+        return self if orthogonalized or self.rest is None else self.rest
 
     def state_numbers(self, shape: tuple[int, ...], settings: Any) -> int:
         """Numbers in the state of a parameter of this shape."""
@@ -81,7 +89,12 @@ def _factored(shape: tuple[int, ...], settings: Any) -> tuple[KeptDims, ...]:
     return tuple(d for d in dims if d != largest), tuple(d for d in dims if d != second), ()
 
 
-def _adam(jax: ModuleType, optax: ModuleType, settings: Any) -> Any:
+def _muon_state(shape: tuple[int, ...], _: Any) -> tuple[KeptDims, ...]:
+    """The momentum, and nothing where `rest` has its second moment."""
+    return tuple(range(len(shape))), ()
+
+
+def _adam(jax: ModuleType, optax: ModuleType, settings: Any, nesterov: bool = False) -> Any:
     """optax's Adam, with corrections of the moments' bias that are factors. XLA makes a factor of a
     division by a scalar in one program and not in another, so the last bit would differ."""
     adam = optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon)
@@ -93,9 +106,36 @@ def _adam(jax: ModuleType, optax: ModuleType, settings: Any) -> Any:
             optax.tree.scale(1 / (1 - decay**new_state.count), moment)
             for decay, moment in ((settings.b1, new_state.mu), (settings.b2, new_state.nu))
         )
+        if nesterov:
+            first = _nesterov(optax, settings.b1, gradients, new_state)
         return optax.tree.div(first, jax.tree.map(root, second)), new_state
 
     return optax.GradientTransformation(adam.init, update)
+
+
+def _nesterov(optax: ModuleType, decay: float, gradients: Any, state: Any) -> Any:
+    """Nesterov's momentum (Dozat 2016), corrected for its bias: that of the next step, if its
+    gradient were this one. state: with this step's momentum"""
+    ahead = optax.tree.scale(decay / (1 - decay ** (state.count + 1)), state.mu)
+    now = optax.tree.scale((1 - decay) / (1 - decay**state.count), gradients)
+    return optax.tree.add(ahead, now)
+
+
+def _muon(jax: ModuleType, optax: ModuleType, settings: Any) -> Any:
+    """The momentum of matrices, before it is orthogonalized. Its state is in the form of Adam's,
+    with a second moment of one number."""
+
+    def init(params):
+        nothing = jax.tree.map(lambda p: jax.numpy.zeros(1, p.dtype), params)
+        zeros = optax.tree.zeros_like(params)
+        return optax.ScaleByAdamState(jax.numpy.zeros((), "int32"), zeros, nothing)
+
+    def update(gradients, state, params=None):
+        mu = optax.tree.update_moment(gradients, state.mu, settings.momentum, 1)
+        state = state._replace(mu=mu, count=optax.safe_increment(state.count))
+        return _nesterov(optax, settings.momentum, gradients, state), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def _adafactor(_: ModuleType, optax: ModuleType, settings: Any) -> Any:
@@ -155,6 +195,35 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
             passes=6,  # the gradient for means, for the update and for its clipping; its scale
             elementwise=False,
             fixed=("factored_size",),
+        ),
+        OptimizerRecord(
+            "muon",
+            "Jordan 2024, https://kellerjordan.github.io/posts/muon, with the rates of Liu et al. "
+            "2025, arXiv:2502.16982, as optax.contrib.muon has it; adamw with Nesterov's momentum "
+            "for embedding, head, norms and biases",
+            make=_muon,
+            reads={
+                "momentum": "decay of the momentum of matrices",
+                "muon_iterations": "Newton-Schulz iterations that orthogonalize a matrix",
+                "muon_rms": "root mean square of a matrix's update over the learning rate",
+                "adamw_learning_rate": "peak learning rate of all but matrices; 0: learning_rate",
+                "b1": "decay of the first moment of all but matrices",
+                "b2": "decay of the second moment of all but matrices",
+                "epsilon": "added to the root of the second moment, and to a matrix's norm",
+            },
+            state=_muon_state,
+            passes=6,  # the gradient for the momentum, the direction there and back
+            elementwise=False,
+            momentum=("mu", lambda s: 1 - s.momentum),
+            rest=OptimizerRecord(
+                "adamw",
+                "with Nesterov's momentum, as optax.contrib.muon has it",
+                make=functools.partial(_adam, nesterov=True),
+                reads={},
+                state=functools.partial(copies, 2),
+                passes=3,
+                momentum=("mu", lambda s: 1 - s.b1),
+            ),
         ),
     )
 }

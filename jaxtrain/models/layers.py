@@ -166,8 +166,9 @@ class Dense(nnx.Module):
     `row_parallel`, by its columns with `column_parallel`.
     """
 
-    def __init__(self, n_in, n_out, axes, std, bias):
-        self.weight = parameter(Spec((n_in, n_out), axes, std=std, product=True))
+    def __init__(self, n_in, n_out, axes, std, bias, columns=()):
+        spec = Spec((n_in, n_out), axes, std=std, product=True, columns=columns)
+        self.weight = parameter(spec)
         self.bias = parameter(Spec((n_out,), axes[1:])) if bias else None
 
     def __call__(self, x_BTI: jax.Array) -> jax.Array:

@@ -7,6 +7,9 @@ Begin with `Optimizer.update`. It updates one parameter after the other, each by
                       depends on the other numbers of its layer's parameter (Adafactor)
     _layer_by_layer   the same in a loop over layers, with offload to the host's memory
 
+Muon first has the momentum of each matrix, then the directions of all matrices together
+(training/update/muon.py), and then their new values.
+
 The state is a tuple as optax's `chain` has it. `parts_of` takes it apart into trees like the
 parameters (the moments) and scalars that all parameters share (counts of updates).
 """
@@ -29,6 +32,7 @@ from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.config.phases import RateLine
 from jaxtrain.devices.host_memory import is_on_host, read, write
 from jaxtrain.models.spec import Spec, is_spec
+from jaxtrain.training.update.muon import Orthogonalizer
 from jaxtrain.training.update.rounding import rounded
 
 
@@ -99,6 +103,8 @@ class Optimizer:
     moments: type of the arrays of the state
     offload: the optimizer's state, and what the layout says of the parameters, is in the host's
         memory: `update` fetches it and writes it back leaf by leaf, and in stacks layer by layer
+    scattered: shardings of gradients, which Muon needs; a tree like the parameters
+    compute: type of Muon's products
     keys: for each parameter, in the order of the leaves, the keys of its random numbers [stages,
         layers, 2], or [2]; None where nothing is of 16 bits
     """
@@ -110,33 +116,35 @@ class Optimizer:
     offload: bool = False
     keys: Sequence[np.ndarray] | None = None
     rate_lines: tuple[RateLine, ...] = ()
+    scattered: dict | None = None
+    compute: str = "float32"
 
-    def of_part(self, specs: dict, keys: Sequence[Any] | None = None) -> "Optimizer":
+    def of_part(
+        self, specs: dict, keys: Sequence[Any] | None = None, scattered: dict | None = None
+    ) -> "Optimizer":
         """This optimizer for some of the parameters, whose state is not in the host's
         memory."""
-        return dataclasses.replace(self, specs=specs, keys=keys, offload=False)
+        return dataclasses.replace(self, specs=specs, keys=keys, scattered=scattered, offload=False)
 
     @property
     def rate(self) -> Callable[[ArrayLike], jax.Array]:
         """The number of updates before this one → its learning rate."""
         return learning_rate(self.settings, self.steps, self.rate_lines)
 
-    @property
-    def _directions(self) -> optax.GradientTransformation:
-        return record_of(self.settings.name).make(jax, optax, self.settings)
-
-    @property
-    def _elementwise(self) -> bool:
-        return record_of(self.settings.name).elementwise
+    def _directions(self, spec: Spec) -> optax.GradientTransformation:
+        record = record_of(self.settings.name).of(spec.orthogonalized)
+        return record.make(jax, optax, self.settings)
 
     def init(self, params: Any) -> Any:
         """The state before the first update: optax's of the clipping, of the directions, of the
         decay and of the learning rate."""
         specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
-        if self._elementwise:
-            state = self._directions.init(params)
+        record = record_of(self.settings.name)
+        if record.elementwise:
+            state = self._directions(specs[0]).init(params)
         else:
-            state = _init_directions(self._directions, params, specs, tree)
+            padding = lambda s: record.of(s.orthogonalized).elementwise
+            state = _init_directions(self._directions, padding, params, specs, tree)
         parts = parts_of(state, tree)
         moments = lambda part: jax.tree.map(lambda a: a.astype(self.moments), part)
         state = parts.outline.unflatten(
@@ -181,22 +189,46 @@ class Optimizer:
             tree.flatten_up_to(part) if follows else [part] * len(specs)
             for part, follows in zip(parts.parts, parts.follow, strict=True)
         ]
-        directions = self._directions
+        record = record_of(self.settings.name)
+        paths, of_each = zip(*jax.tree_util.tree_leaves_with_path(gradients), strict=True)
         values, new_params, new_leaves = [], [], []
-        paths = jax.tree_util.tree_leaves_with_path(gradients)
-        parameters = zip(specs, paths, tree.flatten_up_to(params), strict=True)
-        for i, (spec, (path, gradient), held) in enumerate(parameters):
-            decay = self.settings.weight_decay if spec.matrix else 0.0
-            one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite)
-            if not self._elementwise:
-                one = _unstacked(one, spec, parts.follow, gradient.shape)
-            leaves = [column[i] for column in columns]
+
+        def run(i: int, one: UpdateOne, gradient: jax.Array, leaves: list, held: Any) -> tuple:
             key = None if self.keys is None else jnp.asarray(self.keys[i])
             if self.offload:
-                layers = gradient.shape[1] if path[0].key == "layers" else 0
-                value, held, after = _layer_by_layer(one, gradient, leaves, held, key, layers)
+                layers = gradient.shape[1] if paths[i][0].key == "layers" else 0
+                return _layer_by_layer(one, gradient, leaves, held, key, layers)
+            value, after = one(gradient, leaves, held, key)
+            return value, held, after
+
+        def of_parameter(spec: Spec) -> ParameterUpdate:
+            decay = self.settings.weight_decay if spec.matrix else 0.0
+            factor = self._rate_of_rest if record.rest and not spec.orthogonalized else None
+            own_rate = rate if factor is None else rate * factor
+            return ParameterUpdate(self._directions(spec), parts, decay, own_rate, count, finite)
+
+        # Muon's directions are those of all matrices together, between two loops over parameters.
+        directions: dict[int, tuple[jax.Array, list]] = {}
+        if record.rest:  # Muon
+            for i, spec in enumerate(specs):
+                if spec.orthogonalized:
+                    leaves = [column[i] for column in columns]
+                    one: Any = of_parameter(spec).momentum
+                    momentum, _, after = run(i, one, of_each[i], leaves, None)
+                    directions[i] = momentum, after
+            directions = self._orthogonalized(directions, specs, tree)
+        for i, (spec, gradient, held) in enumerate(
+            zip(specs, of_each, tree.flatten_up_to(params), strict=True)
+        ):
+            if i in directions:
+                direction, after = directions[i]
+                value, held, _ = run(i, of_parameter(spec).move, direction, [], held)
             else:
-                value, after = one(gradient, leaves, held, key)
+                one = of_parameter(spec)
+                if not (record.elementwise or record.rest):
+                    one = _unstacked(one, spec, parts.follow, gradient.shape)
+                leaves = [column[i] for column in columns]
+                value, held, after = run(i, one, gradient, leaves, held)
             values.append(value)
             # A parameter on the host was written there by the loop over its layers.
             new_params.append(held if is_on_host(held) else value.astype(held.dtype))
@@ -209,6 +241,27 @@ class Optimizer:
             optax.ScaleByScheduleState(counted),
         )
         return Updated(tree.unflatten(values), tree.unflatten(new_params), new_state)
+
+    @property
+    def _rate_of_rest(self) -> float:
+        """The factor of the learning rate of all but matrices."""
+        settings = self.settings
+        return (settings.adamw_learning_rate or settings.learning_rate) / settings.learning_rate
+
+    def _orthogonalized(self, momenta: dict[int, tuple], specs: list[Spec], tree: Any) -> dict:
+        """momenta: for each matrix, by its number among the parameters, its momentum and the
+        leaves of its new state; the directions in the place of the momenta"""
+        settings, dtype = self.settings, jnp.dtype(self.compute)
+        directions = Orthogonalizer(
+            settings.muon_iterations, settings.muon_rms, settings.epsilon, dtype
+        )
+        shardings = tree.flatten_up_to(self.scattered)
+        found = directions(
+            [momentum for momentum, _ in momenta.values()],
+            [specs[i] for i in momenta],
+            [shardings[i] for i in momenta],
+        )
+        return {i: (a, momenta[i][1]) for i, a in zip(momenta, found, strict=True)}
 
 
 def check_own_optimizer(settings: OptimizerConfig) -> None:
@@ -278,14 +331,19 @@ def _joined(leaves: list[list], parts: StateParts, tree: Any) -> Any:
 
 
 def _init_directions(
-    directions: optax.GradientTransformation, params: Any, specs: list[Spec], tree: Any
+    directions: Callable[[Spec], optax.GradientTransformation],
+    padding: Callable[[Spec], bool],
+    params: Any,
+    specs: list[Spec],
+    tree: Any,
 ) -> Any:
-    """The state of directions that depend on all numbers of a layer's parameter, before the first
-    update: that of each layer on its own, without padding."""
-    parts = parts_of(jax.eval_shape(directions.init, params), tree)
+    """The state before the first update of directions that are not elementwise: that of each layer
+    on its own. padding: whether a parameter's has its padding"""
+    parts = parts_of(jax.eval_shape(directions(specs[0]).init, params), tree)
     leaves = []
     for array, spec in zip(tree.flatten_up_to(params), specs, strict=True):
-        start = lambda a, s=spec: jax.tree.leaves(directions.init(a[: s.shape[0]]))
+        rows = (spec.padded if padding(spec) else spec.shape)[0]
+        start = lambda a, s=spec, rows=rows: jax.tree.leaves(directions(s).init(a[:rows]))
         for _ in array.shape[: -len(spec.shape)]:  # over stages and layers of a stack
             start = jax.vmap(start, out_axes=[0 if follows else None for follows in parts.follow])
         leaves.append(start(array))
@@ -330,6 +388,29 @@ class ParameterUpdate:
     ) -> tuple[jax.Array, list[jax.Array]]:
         # float32 for all products and sums: 16 bits would lose most of a small update
         value = held.astype(jnp.float32)
+        direction, new_state = self._direction(gradient, leaves, value)
+        new = [self._moved(value, direction), *new_state]
+        new = self._taken(new, [held, *leaves], key)
+        return new[0].astype(jnp.float32), new[1:]
+
+    def momentum(
+        self, gradient: jax.Array, leaves: list[jax.Array], _: None, key: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The first part of an update whose direction is that of several parameters: what `make`
+        of its record returns, and the leaves of the new state."""
+        momentum, new_state = self._direction(gradient, leaves, None)
+        return momentum, self._taken(new_state, leaves, key, 1)
+
+    def move(
+        self, direction: jax.Array, _: list, held: jax.Array, key: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The last part of such an update: new values in float32."""
+        moved = self._moved(held.astype(jnp.float32), direction)
+        return self._taken([moved], [held], key)[0].astype(jnp.float32), []
+
+    def _direction(
+        self, gradient: jax.Array, leaves: list[jax.Array], value: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
         wide = [
             a.astype(jnp.float32) if follows else a
             for a, follows in zip(leaves, self.parts.follow, strict=True)
@@ -337,21 +418,28 @@ class ParameterUpdate:
         direction, new_state = self.directions.update(
             gradient, self.parts.outline.unflatten(wide), value
         )
+        return direction, jax.tree.leaves(new_state)
+
+    def _moved(self, value: jax.Array, direction: jax.Array) -> jax.Array:
         if self.decay:
             direction = direction + self.decay * value
-        new = [value - self.rate * direction, *jax.tree.leaves(new_state)]
-        # Back to the types in memory. The position in this list tells apart the random numbers of
-        # the parameter and its moments, which have one key.
-        old = [held, *leaves]
+        return value - self.rate * direction
+
+    def _taken(
+        self, new: list[jax.Array], old: list[jax.Array], key: jax.Array | None, first_use: int = 0
+    ) -> list[jax.Array]:
+        """The new arrays in the types of the old ones, which stay where an update is skipped."""
+        # The use tells apart the random numbers of the parameter (0) and its moments, which have
+        # one key.
         new = [
             rounded(a, before.dtype, key, self.count, use)
-            for use, (a, before) in enumerate(zip(new, old, strict=True))
+            for use, (a, before) in enumerate(zip(new, old, strict=True), first_use)
         ]
         # A skipped update is computed and not taken, by selects: a conditional would copy its
         # operands. A product with 0 would not do, since 0 · NaN is NaN.
         if self.finite is not None:
             new = [jnp.where(self.finite, a, before) for a, before in zip(new, old, strict=True)]
-        return new[0].astype(jnp.float32), new[1:]
+        return new
 
 
 def _unstacked(one: UpdateOne, spec: Spec, follow: list[bool], shape: tuple[int, ...]) -> UpdateOne:
@@ -374,7 +462,7 @@ def _layer_by_layer(
     one: UpdateOne,
     gradient: jax.Array,
     state: list[jax.Array],
-    held: jax.Array,
+    held: jax.Array | None,
     key: jax.Array | None,
     layers: int,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
@@ -403,10 +491,10 @@ def _layer_by_layer(
         value, new_state = one(
             read_layer(layer, gradient),
             layer_state,
-            read_layer(layer, held),
+            None if held is None else read_layer(layer, held),
             None if key is None else read_layer(layer, key),
         )
-        if is_on_host(held):
+        if held is not None and is_on_host(held):
             held = write(held, value.astype(held.dtype), start(layer, held))
         pairs = zip(leaves, new_state, strict=True)
         return (
