@@ -187,7 +187,7 @@ class Orthogonalizer:
             decks: dict[Any, list[int]] = {}
             for i, part in enumerate(parts):
                 if part.size:  # a local unit without layers has an empty stack
-                    decks.setdefault(_axes(specs[i], layouts[i], sizes), []).append(i)
+                    decks.setdefault(dealt_axes(specs[i], layouts[i], sizes), []).append(i)
             for (shard_axes, copy_axes), deck in decks.items():
                 shards, copies = ({a: sizes[a] for a in axes} for axes in (shard_axes, copy_axes))
                 devices = math.prod([*shards.values(), *copies.values()])
@@ -280,7 +280,9 @@ class Orthogonalizer:
         # Devices have other numbers of units, and may: nothing in the loop is a collective.
         alike = (number == number[0]).all()
         trips = int(number[0]) if alike else jnp.asarray(number)[device]
-        return lax.fori_loop(0, trips, update, message_SKG)
+        # The scope has the mean number of trips, for readers of the compiled program.
+        with jax.named_scope(f"dealt_{number.sum()}_to_{len(number)}"):
+            return lax.fori_loop(0, trips, update, message_SKG)
 
     def _of_unit(self, m: Matrices, shards_S: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
         """The directions of one unit, from all devices' shards of its momenta, [S, numbers]."""
@@ -314,7 +316,7 @@ class Orthogonalizer:
         return x.mT if momentum.shape[1] > momentum.shape[2] else x
 
 
-def _axes(
+def dealt_axes(
     spec: Spec, layout: PartitionSpec, sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mesh axes of several devices that split an array's matrices, and those along which
