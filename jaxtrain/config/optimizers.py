@@ -89,11 +89,6 @@ def _factored(shape: tuple[int, ...], settings: Any) -> tuple[KeptDims, ...]:
     return tuple(d for d in dims if d != largest), tuple(d for d in dims if d != second), ()
 
 
-def _muon_state(shape: tuple[int, ...], _: Any) -> tuple[KeptDims, ...]:
-    """The momentum, and nothing where `rest` has its second moment."""
-    return tuple(range(len(shape))), ()
-
-
 def _adam(jax: ModuleType, optax: ModuleType, settings: Any, nesterov: bool = False) -> Any:
     """optax's Adam, with corrections of the moments' bias that are factors. XLA makes a factor of a
     division by a scalar in one program and not in another, so the last bit would differ."""
@@ -211,7 +206,8 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
                 "b2": "decay of the second moment of all but matrices",
                 "epsilon": "added to the root of the second moment, and to a matrix's norm",
             },
-            state=_muon_state,
+            # the momentum, and nothing where `rest` has its second moment
+            state=lambda shape, settings: (*copies(1, shape, settings), ()),
             passes=6,  # the gradient for the momentum, the direction there and back
             elementwise=False,
             momentum=("mu", lambda s: 1 - s.momentum),

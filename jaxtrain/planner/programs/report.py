@@ -16,7 +16,7 @@ from jax.stages import Compiled
 
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.phases import largest_of
-from jaxtrain.devices.mesh import AXES, REPLICA, make_mesh, sizes_of
+from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.devices.sharding import cut_count, mesh_axes
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.pipeline.setup import make_setup
@@ -32,7 +32,7 @@ from jaxtrain.run.wall_clock import Phase, WallClock, start_record
 from jaxtrain.training.compiled_step import compiled_memory
 from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.step import Step, make_layout, make_step
-from jaxtrain.training.update.muon import dealt_axes
+from jaxtrain.training.update.muon import Matrices
 
 MIB = 2**20
 CPUS_COMPILER = (
@@ -48,13 +48,17 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
     "embed", "head", "layers/UNIT" with the stacks of all layers of a local unit, or
     "layers/UNIT/FORM" where they are of several forms, "first/LAYER", "predictors/MODULE"."""
     outer = dataclasses.replace(layout, zero=max(layout.zero, 1))
-    sizes = {axis: n for axis, n in layout.mesh.shape.items() if n > 1 and axis != REPLICA}
     groups: dict[str, dict[str, Parameters]] = collections.defaultdict(dict)
     for parameter, shared in zip(layout.parameters(), outer.parameters(), strict=True):
         keys, reduction, spec = parameter.keys, parameter.reduction, parameter.spec
         depth = 2 if keys[0] in ("layers", "first", "predictors") else 1
         depth += keys[0] == "layers" and bool(layout.placement.forms)
         split = tuple(axis for part in reduction.unsharded for axis in mesh_axes(part))
+        dealt = None
+        if spec.orthogonalized:
+            one = (1,) * reduction.lead + spec.shape
+            matrices = Matrices.of(one, spec, reduction.storage, layout.mesh)
+            dealt = matrices.shards, matrices.copies
         groups["/".join(keys[:depth])][".".join(keys[depth:])] = Parameters(
             parameter.size // math.prod(layout.mesh.shape[axis] for axis in split),
             reduction.scatter_axes,
@@ -66,7 +70,7 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
             spec.matrix,
             spec.product,
             layout.shards_ends and keys[0] != "layers",
-            dealt_axes(spec, reduction.storage, sizes) if spec.orthogonalized else None,
+            dealt,
         )
     return groups
 

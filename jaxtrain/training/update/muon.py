@@ -13,27 +13,26 @@ they receive only the shards of their own, and all-gather the results. Messages 
 rounds where that adds no padding: those of one round travel beside the products of another.
 
 A unit is one matrix, or several small ones of an array. Shape suffixes: U matrices of a unit,
-S devices that share a matrix, K blocks of a message, G numbers of a block.
+S devices that share a matrix, K blocks of a message, N blocks of a device, G numbers of a block.
 """
 
 import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxtrain.devices.mesh import AXES, REPLICA
 from jaxtrain.devices.sharding import mesh_axes
 from jaxtrain.models.spec import Spec
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Jordan's polynomial
 UNIT_NUMBERS = 2**22  # of small matrices that are multiplied together
 MOST_BLOCKS = 2**16  # of a device: their places are constants of the program
 ROUNDS = 4, 2, 1
@@ -42,122 +41,116 @@ MOST_PADDING = 1.02  # by which rounds may lengthen messages
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """The matrices of one array that a device has, or has a shard of.
+    """The matrices of one array that a device has, or has shards of.
 
-    shape: of a shard of one
-    split: for each dimension, the mesh axes that split it
-    count: of the matrices
-    unit:  the number of them that are dealt out, and multiplied, together
+    shape: of a shard of one matrix
+    split: for each of its dimensions, the mesh axes that split it; all of them: `shards`
+    copies: mesh axes along which devices have the same shards
+    units: each is `unit` matrices
     """
 
     spec: Spec
     shape: tuple[int, ...]
     split: tuple[tuple[str, ...], ...]
-    count: int
+    shards: tuple[str, ...]
+    copies: tuple[str, ...]
+    units: int
     unit: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], spec: Spec, layout: P, mesh: Mesh) -> "Matrices":
+        """shape: of a device's array; layout: of the array on the mesh"""
+        wide = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis != REPLICA}
+        names = [tuple(axis for axis in mesh_axes(part) if axis in wide) for part in layout]
+        lead = len(names) - len(spec.shape) + spec.batch_dims
+        shards, numbering = (sum(part, ()) for part in (names[lead:], names[:lead]))
+        ordered = tuple(axis for axis in wide if axis in shards)
+        copies = tuple(axis for axis in wide if axis not in shards + numbering)
+        # As many small matrices are a unit as leave one for each device.
+        count = math.prod(shape[:lead])
+        devices = math.prod(wide[axis] for axis in shards + copies)
+        size = math.prod(spec.shape[spec.batch_dims :])
+        most = max(1, min(count // devices, UNIT_NUMBERS // size))
+        unit = max(n for n in range(1, most + 1) if count % n == 0)
+        split = tuple(names[lead:])
+        return cls(spec, shape[lead:], split, ordered, copies, count // unit, unit)
 
     @property
     def size(self) -> int:
-        """Numbers of a device's shards of one unit."""
+        """Numbers of a unit that a device has."""
         return self.unit * math.prod(self.shape)
-
-    def whole(self, shards_S: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
-        """The matrices of a unit, [U, *dimensions], from all devices' shards of it, [S, …]. sizes:
-        of the mesh axes that split matrices, the first one outermost in S"""
-        parts = shards_S.reshape(*sizes.values(), self.unit, *self.shape)
-        return parts.transpose(self._order(sizes)).reshape(self.unit, *self._dims)
-
-    def shards(self, whole: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
-        """The inverse of `whole`."""
-        parts = [(*(sizes[axis] for axis in axes), n) for axes, n in self._pairs]
-        cut = whole.reshape(self.unit, *(size for part in parts for size in part))
-        return cut.transpose(np.argsort(self._order(sizes))).reshape(math.prod(sizes.values()), -1)
-
-    @property
-    def _dims(self) -> tuple[int, ...]:
-        return self.spec.shape[self.spec.batch_dims :]
-
-    @property
-    def _pairs(self) -> list[tuple[tuple[str, ...], int]]:
-        return list(zip(self.split, self.shape, strict=True))
-
-    def _order(self, sizes: Mapping[str, int]) -> list[int]:
-        """The dimensions of [*sizes, U, *shape] in the order of `whole`: each with the axes that
-        split it."""
-        axes, order = list(sizes), [len(sizes)]
-        for d, names in enumerate(self.split):
-            order += [*map(axes.index, names), len(axes) + 1 + d]
-        return order
 
 
 class Round(NamedTuple):
-    """Matrices that are exchanged together.
+    """Units that are exchanged together.
 
-    table: for each device and block of its message, its number among a device's blocks, int32
-        [devices, K]
-    kinds: for each array's matrices the first block of them in each device's message, and the
-        number of its units, int32 [devices]
+    table:   for each device, the blocks of the message to it by their numbers among a device's
+        blocks, [devices, K]
+    begins:  for each array and device, the first block of the array's units in that message
+    numbers: for each array and device, the number of these units
     """
 
     table: np.ndarray
-    kinds: list[tuple[Matrices, np.ndarray, np.ndarray]]
+    begins: np.ndarray
+    numbers: np.ndarray
 
 
 class Deal(NamedTuple):
-    """Matrices dealt out over so many devices.
+    """Units dealt out over devices.
 
     block:  numbers of a block
-    places: for each block of a device, its place in all devices' messages of all rounds, one after
-        the other, int32
+    places: for each block of a device, its place in all messages of all rounds one after the other
     """
 
-    rounds: list[Round]
     block: int
     places: np.ndarray
+    rounds: list[Round]
 
 
 def deal(arrays: Sequence[Matrices], devices: int) -> Deal:
-    """Whole units for each device, about equally many numbers."""
-    total = sum(m.count // m.unit * m.size for m in arrays)
+    """About equally many numbers for each device, and in each round."""
+    sizes, units = np.array([[m.size, m.units] for m in arrays]).T
     # Shards end where a block ends: else the table would have a place for each number.
-    block = max(math.gcd(*(m.size for m in arrays)), math.ceil(total / MOST_BLOCKS))
-    blocks = [math.ceil(m.size / block) for m in arrays]
-    units = [(a, u) for a, m in enumerate(arrays) for u in range(m.count // m.unit)]
-    begins = np.cumsum([0, *(blocks[a] for a, _ in units)])
-    first = dict(zip(units, begins, strict=False))  # a unit's first block
+    block = max(math.gcd(*sizes.tolist()), math.ceil(sizes @ units / MOST_BLOCKS))
+    of = np.repeat(np.arange(len(arrays)), units)
+    blocks = -(-sizes // block)[of]
+    device, numbers_of_rounds = _spread(blocks, devices), iter(ROUNDS)
+    most, lengths = MOST_PADDING * np.bincount(device, blocks).max(), np.array([np.inf])
+    while lengths.sum() > most:
+        number = next(numbers_of_rounds)
+        message = device.copy()  # of all rounds, one round after the other
+        for d in range(devices):
+            message[device == d] += devices * _spread(blocks[device == d], number)
+        filled = np.bincount(message, blocks, number * devices).astype(int)
+        lengths = filled.reshape(number, devices).max(1)
+    # In a message the units of an array follow each other.
+    order = np.lexsort((of, message))
+    within = np.zeros_like(blocks)
+    within[order] = np.cumsum(blocks[order]) - blocks[order]
+    within -= (np.cumsum(filled) - filled)[message]
+    begins = np.cumsum(np.repeat(lengths, devices)) - np.repeat(lengths, devices)
+    offsets = begins[message] + within - (np.cumsum(blocks) - blocks)
+    places = np.repeat(offsets, blocks) + np.arange(blocks.sum())
+    table = np.zeros(devices * lengths.sum(), np.int32)
+    table[places] = np.arange(len(places))
+    numbers = np.zeros((len(arrays), len(filled)), np.int32)
+    first = np.full_like(numbers, len(table))
+    np.add.at(numbers, (of, message), 1)
+    np.minimum.at(first, (of, message), within)
+    cut = lambda a: np.split(a, len(lengths), 1)
+    tables = np.split(table, devices * np.cumsum(lengths)[:-1])
+    of_rounds = zip(tables, cut(first), cut(numbers), strict=True)
+    rounds = [Round(a.reshape(devices, -1), *each) for a, *each in of_rounds if a.size]
+    return Deal(block, places, rounds)
 
-    def spread(units: list[tuple[int, int]], parts: int) -> list[list[tuple[int, int]]]:
-        """The largest units first, each to the part with the fewest blocks."""
-        heap, spread = [(0, part) for part in range(parts)], [[] for _ in range(parts)]  # type: ignore[var-annotated]
-        for unit in sorted(units, key=lambda unit: -blocks[unit[0]]):
-            load, part = heap[0]
-            spread[part].append(unit)
-            heapq.heapreplace(heap, (load + blocks[unit[0]], part))
-        return [sorted(part) for part in spread]
 
-    of_devices = spread(units, devices)
-    length = lambda units: sum(blocks[a] for a, _ in units)
-    lengths = lambda rounds: [max(map(length, each)) for each in zip(*rounds, strict=True)]
-    choices = [[spread(units, rounds) for units in of_devices] for rounds in ROUNDS]
-    most = MOST_PADDING * sum(lengths(choices[-1]))
-    rounds = next(choice for choice in choices if sum(lengths(choice)) <= most)
-    places, before, results = np.zeros(begins[-1], np.int32), 0, []
-    for of_round, size in zip(zip(*rounds, strict=True), lengths(rounds), strict=True):
-        table = np.zeros((devices, size), np.int32)
-        begin, number = np.zeros((2, len(arrays), devices), np.int32)
-        for device, units in enumerate(of_round):
-            end = 0
-            for a, u in units:
-                begin[a, device] = begin[a, device] if number[a, device] else end
-                number[a, device] += 1
-                held = first[a, u] + np.arange(blocks[a])
-                table[device, end : end + blocks[a]] = held
-                places[held] = before + device * size + end + np.arange(blocks[a])
-                end += blocks[a]
-        kinds = zip(arrays, begin, number, strict=True)
-        results.append(Round(table, [kind for kind in kinds if kind[2].any()]))
-        before += table.size
-    return Deal(results, block, places)
+def _spread(sizes: np.ndarray, parts: int) -> np.ndarray:
+    """For each size, the part that it belongs to: the largest first, each to the smallest part."""
+    heap, part_of = [(0, part) for part in range(parts)], np.zeros_like(sizes)
+    for i in np.argsort(-sizes, kind="stable"):
+        load, part_of[i] = heap[0]
+        heapq.heapreplace(heap, (load + sizes[i], part_of[i]))
+    return part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,187 +161,128 @@ class Orthogonalizer:
     dtype: of products, and of what devices exchange
     """
 
+    mesh: Mesh
     iterations: int
     rms: float
     epsilon: float
     dtype: jnp.dtype
 
     def __call__(
-        self, momenta: list[jax.Array], specs: list[Spec], shardings: list[NamedSharding]
+        self, momenta: list[jax.Array], specs: list[Spec], layouts: list[P]
     ) -> list[jax.Array]:
         """Inside jit: the directions of parameters, float32, from their momenta [leading dimensions
-        of a stack, …]. shardings: of both; of one device or of one mesh"""
-        if not momenta:
-            return []
-        mesh, layouts = shardings[0].mesh, [sharding.spec for sharding in shardings]
-        sizes = {axis: n for axis, n in mesh.shape.items() if n > 1 and axis != REPLICA}
+        of a stack, …]. layouts: of both on the mesh"""
 
-        def region(parts: list[jax.Array]) -> list[jax.Array]:
-            decks: dict[Any, list[int]] = {}
-            for i, part in enumerate(parts):
-                if part.size:  # a local unit without layers has an empty stack
-                    decks.setdefault(dealt_axes(specs[i], layouts[i], sizes), []).append(i)
-            for (shard_axes, copy_axes), deck in decks.items():
-                shards, copies = ({a: sizes[a] for a in axes} for axes in (shard_axes, copy_axes))
-                devices = math.prod([*shards.values(), *copies.values()])
-                arrays = [
-                    _matrices(parts[i].shape, specs[i], layouts[i], shards, devices) for i in deck
-                ]
-                held = [
-                    parts[i].reshape(m.count // m.unit, m.size)
-                    for i, m in zip(deck, arrays, strict=True)
-                ]
-                for i, a in zip(deck, self._dealt(arrays, held, shards, copies), strict=True):
-                    parts[i] = a.reshape(parts[i].shape)
-            return parts
+        def region(momenta: list[jax.Array]) -> list[jax.Array]:
+            directions, decks = list(momenta), dict[tuple, dict[int, Matrices]]()
+            for i, a in enumerate(momenta):
+                if a.size:  # a local unit without layers has an empty stack
+                    m = Matrices.of(a.shape, specs[i], layouts[i], self.mesh)
+                    decks.setdefault((m.shards, m.copies), {})[i] = m
+            for deck in decks.values():
+                units = [momenta[i].reshape(m.units, m.size) for i, m in deck.items()]
+                for i, a in zip(deck, self._dealt(list(deck.values()), units), strict=True):
+                    directions[i] = a.reshape(momenta[i].shape)
+            return directions
 
         # All axes are manual: the partitioner would gather matrices in every iteration.
-        in_region = jax.shard_map(
+        region = jax.shard_map(
             region,
-            mesh=mesh,
+            mesh=self.mesh,
             in_specs=(layouts,),
             out_specs=layouts,
             axis_names=set(AXES),
             check_vma=False,
         )
-        return [a.astype(jnp.float32) for a in in_region([a.astype(self.dtype) for a in momenta])]
+        return [a.astype(jnp.float32) for a in region([a.astype(self.dtype) for a in momenta])]
 
-    def _dealt(
-        self,
-        arrays: list[Matrices],
-        held: list[jax.Array],
-        shards: Mapping[str, int],
-        copies: Mapping[str, int],
-    ) -> list[jax.Array]:
+    def _dealt(self, arrays: list[Matrices], units: list[jax.Array]) -> list[jax.Array]:
         """In the manual region: the directions of matrices that lie alike, from their momenta.
-
-        held: this device's shards of each array, [units, numbers of a unit]
-        shards, copies: sizes of the mesh axes that split matrices, and of those along which devices
-            have copies
-        """
-        among, across = math.prod(shards.values()), math.prod(copies.values())
+        units: a device's shards of each array, [units, numbers]"""
+        shards, copies = arrays[0].shards, arrays[0].copies
+        among, across = (math.prod(self.mesh.shape[a] for a in axes) for axes in (shards, copies))
         if among * across == 1:
-            of_unit = lambda m, a: self._of_unit(m, a[None], shards)[0]
-            each = [functools.partial(of_unit, m) for m in arrays]
-            return [lax.map(one, units) for one, units in zip(each, held, strict=True)]
+            alone = lambda m: lambda unit: self._of_unit(m, unit[None])[0]
+            return [lax.map(alone(m), a) for m, a in zip(arrays, units, strict=True)]
         dealt = deal(arrays, among * across)
-        shards_NG = jnp.concatenate([_in_blocks(units, dealt.block) for units in held])
-        copy = lax.axis_index(tuple(copies)) if copies else 0
-        device = lax.axis_index((*copies, *shards))
-        swap = lambda a_SKG: lax.all_to_all(a_SKG, tuple(shards), 0, 0, tiled=True)
+        padded = [jnp.pad(a, ((0, 0), (0, -a.shape[1] % dealt.block))) for a in units]
+        held_NG = jnp.concatenate([a.reshape(-1, dealt.block) for a in padded])
+        swap = lambda a: lax.all_to_all(a, shards, 0, 0, tiled=True) if shards else a
+        copy, device = lax.axis_index(copies) if copies else 0, lax.axis_index(copies + shards)
         results = []
-        for one in dealt.rounds:
-            table = jnp.asarray(one.table.reshape(across, among, -1))[copy]
-            message_SKG = shards_NG.at[table].get(mode="promise_in_bounds")
-            if shards:
-                message_SKG = swap(message_SKG)
-            for m, begin, number in one.kinds:
-                message_SKG = self._of_kind(m, message_SKG, shards, begin, number, device)
-            if shards:
-                message_SKG = swap(message_SKG)
-            if copies:
-                message_SKG = lax.all_gather(message_SKG, tuple(copies))
-            results.append(message_SKG.reshape(-1, dealt.block))
+        for table, begins, numbers in dealt.rounds:
+            blocks = jnp.asarray(table.reshape(across, among, -1))[copy]
+            message_SKG = swap(held_NG.at[blocks].get(mode="promise_in_bounds"))
+            for m, begin, number in zip(arrays, begins, numbers, strict=True):
+                if number.any():
+                    message_SKG = self._of_units(m, message_SKG, begin, number, device)
+            message_SKG = swap(message_SKG)
+            gathered = lax.all_gather(message_SKG, copies) if copies else message_SKG
+            results.append(gathered.reshape(-1, dealt.block))
         found_NG = jnp.concatenate(results).at[dealt.places].get(mode="promise_in_bounds")
-        ends = np.cumsum([_in_blocks(units, dealt.block).shape[0] for units in held])
-        return [
-            a.reshape(len(units), -1)[:, : units.shape[1]]
-            for a, units in zip(jnp.split(found_NG, ends[:-1]), held, strict=True)
-        ]
+        ends = np.cumsum([a.size // dealt.block for a in padded])[:-1]
+        found = zip(jnp.split(found_NG, ends), units, strict=True)
+        return [a.reshape(len(like), -1)[:, : like.shape[1]] for a, like in found]
 
-    def _of_kind(
+    def _of_units(
         self,
         m: Matrices,
         message_SKG: jax.Array,
-        shards: Mapping[str, int],
         begin: np.ndarray,
         number: np.ndarray,
         device: jax.Array,
     ) -> jax.Array:
-        """The message with directions in the place of this array's momenta. begin, number: as in
-        Round"""
+        """The message to this device with directions in the place of one array's momenta. begin,
+        number: of all devices, as in Round"""
         among, _, block = message_SKG.shape
-        blocks = math.ceil(m.size / block)
+        blocks = -(-m.size // block)
 
         def update(i: jax.Array, message_SKG: jax.Array) -> jax.Array:
             at = 0, jnp.asarray(begin)[device] + i * blocks, 0
             unit = lax.dynamic_slice(message_SKG, at, (among, blocks, block)).reshape(among, -1)
-            directions = self._of_unit(m, unit[:, : m.size], shards)
-            padded = jnp.pad(directions, ((0, 0), (0, blocks * block - m.size)))
-            return lax.dynamic_update_slice(message_SKG, padded.reshape(among, blocks, block), at)
+            unit = unit.at[:, : m.size].set(self._of_unit(m, unit[:, : m.size]))
+            return lax.dynamic_update_slice(message_SKG, unit.reshape(among, blocks, block), at)
 
-        # Devices have other numbers of units, and may: nothing in the loop is a collective.
+        # Some devices have a unit more, and may: nothing in the loop is a collective.
         alike = (number == number[0]).all()
         trips = int(number[0]) if alike else jnp.asarray(number)[device]
         # The scope has the mean number of trips, for readers of the compiled program.
         with jax.named_scope(f"dealt_{number.sum()}_to_{len(number)}"):
             return lax.fori_loop(0, trips, update, message_SKG)
 
-    def _of_unit(self, m: Matrices, shards_S: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
-        """The directions of one unit, from all devices' shards of its momenta, [S, numbers]."""
-        whole = m.whole(shards_S, sizes)
-        rows = math.prod(whole.shape[1 : 1 + m.spec.row_dims])
-        widths = m.spec.columns or (whole[0].size // rows,)
+    def _of_unit(self, m: Matrices, shards_S: jax.Array) -> jax.Array:
+        """The directions of a unit, from all devices' shards of its momenta, [S, numbers]."""
+        # Each dimension has the axes that split it in front of its part.
+        order = [len(m.shards)]
+        for d, axes in enumerate(m.split):
+            order += [*map(m.shards.index, axes), len(m.shards) + 1 + d]
+        sizes = [self.mesh.shape[axis] for axis in m.shards]
+        whole = shards_S.reshape(*sizes, m.unit, *m.shape).transpose(order)
+        dims = m.spec.shape[m.spec.batch_dims :]
+        rows, columns = math.prod(dims[: m.spec.row_dims]), math.prod(dims[m.spec.row_dims :])
+        widths = m.spec.columns or (columns,)
         side_by_side = whole.reshape(m.unit, rows, -1, sum(widths))
         parts = [
-            self.direction(a.reshape(m.unit, rows, -1)).reshape(a.shape)
+            self._direction(a.reshape(m.unit, rows, -1)).reshape(a.shape)
             for a in jnp.split(side_by_side, np.cumsum(widths)[:-1], -1)
         ]
-        return m.shards(jnp.concatenate(parts, -1).reshape(whole.shape), sizes)
+        directions = jnp.concatenate(parts, -1).reshape(whole.shape)
+        return directions.transpose(np.argsort(order)).reshape(shards_S.shape)
 
-    def direction(self, momentum: jax.Array) -> jax.Array:
-        """The direction of matrices [U, rows, columns]."""
+    def _direction(self, momentum: jax.Array) -> jax.Array:
+        """The directions of matrices [U, rows, columns]."""
         x = momentum.mT if momentum.shape[1] > momentum.shape[2] else momentum
-        wide = lambda a: a.astype(jnp.float32)
         precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
         product = functools.partial(jnp.matmul, precision=precision)
-        by_x, by_square, by_fourth = COEFFICIENTS
+        wide = lambda a: a.astype(jnp.float32)
 
         def iterate(_: int, x: jax.Array) -> jax.Array:
             square = product(x, x.mT)
-            both = by_square * wide(square) + by_fourth * wide(product(square, square))
-            return (by_x * wide(x) + wide(product(both.astype(x.dtype), x))).astype(x.dtype)
+            both = -4.7750 * wide(square) + 2.0315 * wide(product(square, square))
+            return (3.4445 * wide(x) + wide(product(both.astype(x.dtype), x))).astype(x.dtype)
 
         norm = jnp.sqrt(jnp.square(wide(x)).sum((1, 2), keepdims=True))
         x = (wide(x) / (norm + self.epsilon)).astype(x.dtype)
         x = lax.fori_loop(0, self.iterations, iterate, x)
         x = (self.rms * math.sqrt(max(x.shape[1:])) * wide(x)).astype(x.dtype)
         return x.mT if momentum.shape[1] > momentum.shape[2] else x
-
-
-def dealt_axes(
-    spec: Spec, layout: PartitionSpec, sizes: Mapping[str, int]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mesh axes of several devices that split an array's matrices, and those along which
-    devices have copies of them."""
-    of_dims = [mesh_axes(part) for part in layout]
-    lead = len(of_dims) - len(spec.shape) + spec.batch_dims
-    numbering, splitting = (
-        {axis for axes in part for axis in axes} for part in (of_dims[:lead], of_dims[lead:])
-    )
-    shards = tuple(axis for axis in sizes if axis in splitting)
-    return shards, tuple(axis for axis in sizes if axis not in splitting | numbering)
-
-
-def _matrices(
-    shape: tuple[int, ...],
-    spec: Spec,
-    layout: PartitionSpec,
-    shards: Container[str],
-    devices: int,
-) -> Matrices:
-    """The matrices of a device's array of this shape, which so many devices share."""
-    dims = len(spec.shape) - spec.batch_dims
-    count, size = math.prod(shape[:-dims]), math.prod(spec.shape[-dims:])
-    # As many small matrices as leave a unit for each device.
-    fits = lambda unit: unit == 1 or unit <= min(count // devices, UNIT_NUMBERS // size)
-    unit = max(n for n in range(1, count + 1) if count % n == 0 and fits(n))
-    split = tuple(
-        tuple(axis for axis in mesh_axes(part) if axis in shards) for part in layout[-dims:]
-    )
-    return Matrices(spec, shape[-dims:], split, count, unit)
-
-
-def _in_blocks(units: jax.Array, block: int) -> jax.Array:
-    """Units [units, numbers], each padded to blocks, as [N, G]."""
-    return jnp.pad(units, ((0, 0), (0, -units.shape[1] % block))).reshape(-1, block)

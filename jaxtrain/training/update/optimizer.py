@@ -193,7 +193,7 @@ class Optimizer:
         paths, of_each = zip(*jax.tree_util.tree_leaves_with_path(gradients), strict=True)
         values, new_params, new_leaves = [], [], []
 
-        def run(i: int, one: UpdateOne, gradient: jax.Array, leaves: list, held: Any) -> tuple:
+        def run(i: int, one: Any, gradient: jax.Array, leaves: list, held: Any = None) -> tuple:
             key = None if self.keys is None else jnp.asarray(self.keys[i])
             if self.offload:
                 layers = gradient.shape[1] if paths[i][0].key == "layers" else 0
@@ -203,28 +203,24 @@ class Optimizer:
 
         def of_parameter(spec: Spec) -> ParameterUpdate:
             decay = self.settings.weight_decay if spec.matrix else 0.0
-            factor = self._rate_of_rest if record.rest and not spec.orthogonalized else None
-            own_rate = rate if factor is None else rate * factor
+            of_rest = record.rest and not spec.orthogonalized and self.settings.adamw_learning_rate
+            own_rate = rate * (of_rest / self.settings.learning_rate) if of_rest else rate
             return ParameterUpdate(self._directions(spec), parts, decay, own_rate, count, finite)
 
-        # Muon's directions are those of all matrices together, between two loops over parameters.
-        directions: dict[int, tuple[jax.Array, list]] = {}
-        if record.rest:  # Muon
-            for i, spec in enumerate(specs):
-                if spec.orthogonalized:
-                    leaves = [column[i] for column in columns]
-                    one: Any = of_parameter(spec).momentum
-                    momentum, _, after = run(i, one, of_each[i], leaves, None)
-                    directions[i] = momentum, after
-            directions = self._orthogonalized(directions, specs, tree)
-        for i, (spec, gradient, held) in enumerate(
-            zip(specs, of_each, tree.flatten_up_to(params), strict=True)
-        ):
-            if i in directions:
-                direction, after = directions[i]
-                value, held, _ = run(i, of_parameter(spec).move, direction, [], held)
+        # Muon: first the momenta of all matrices, then their directions together.
+        momenta = {
+            i: run(i, of_parameter(spec).momentum, of_each[i], [column[i] for column in columns])
+            for i, spec in enumerate(specs)
+            if record.rest and spec.orthogonalized
+        }
+        directions = self._orthogonalized({i: a for i, (a, *_) in momenta.items()}, specs, tree)
+        parameters = zip(specs, of_each, tree.flatten_up_to(params), strict=True)
+        for i, (spec, gradient, held) in enumerate(parameters):
+            one: UpdateOne = of_parameter(spec)
+            if i in momenta:
+                *_, after = momenta[i]
+                value, held, _ = run(i, of_parameter(spec).move, directions[i], [], held)
             else:
-                one = of_parameter(spec)
                 if not (record.elementwise or record.rest):
                     one = _unstacked(one, spec, parts.follow, gradient.shape)
                 leaves = [column[i] for column in columns]
@@ -242,26 +238,19 @@ class Optimizer:
         )
         return Updated(tree.unflatten(values), tree.unflatten(new_params), new_state)
 
-    @property
-    def _rate_of_rest(self) -> float:
-        """The factor of the learning rate of all but matrices."""
-        settings = self.settings
-        return (settings.adamw_learning_rate or settings.learning_rate) / settings.learning_rate
-
-    def _orthogonalized(self, momenta: dict[int, tuple], specs: list[Spec], tree: Any) -> dict:
-        """momenta: for each matrix, by its number among the parameters, its momentum and the
-        leaves of its new state; the directions in the place of the momenta"""
-        settings, dtype = self.settings, jnp.dtype(self.compute)
+    def _orthogonalized(
+        self, momenta: dict[int, jax.Array], specs: list[Spec], tree: Any
+    ) -> dict[int, jax.Array]:
+        """Muon's directions of matrices, by their numbers among the parameters, as `momenta`."""
+        if not momenta:
+            return {}
+        of, shardings = self.settings, tree.flatten_up_to(self.scattered)
         directions = Orthogonalizer(
-            settings.muon_iterations, settings.muon_rms, settings.epsilon, dtype
+            shardings[0].mesh, of.muon_iterations, of.muon_rms, of.epsilon, jnp.dtype(self.compute)
         )
-        shardings = tree.flatten_up_to(self.scattered)
-        found = directions(
-            [momentum for momentum, _ in momenta.values()],
-            [specs[i] for i in momenta],
-            [shardings[i] for i in momenta],
-        )
-        return {i: (a, momenta[i][1]) for i, a in zip(momenta, found, strict=True)}
+        layouts = [shardings[i].spec for i in momenta]
+        found = directions(list(momenta.values()), [specs[i] for i in momenta], layouts)
+        return dict(zip(momenta, found, strict=True))
 
 
 def check_own_optimizer(settings: OptimizerConfig) -> None:
