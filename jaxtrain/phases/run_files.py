@@ -12,6 +12,7 @@ tables were made, and a line about the start.
     compiled_memory    those of the program, null if the platform does not report them
 """
 
+import contextlib
 import platform
 import time
 
@@ -20,13 +21,22 @@ from jax.stages import Compiled
 
 from jaxtrain import __version__
 from jaxtrain.checkpoint.resuming import StartPoint
+from jaxtrain.config.paths import FORK
 from jaxtrain.config.recipes import config_text
 from jaxtrain.config.rules.resume import changes
 from jaxtrain.devices import cluster
 from jaxtrain.hf import source_files
 from jaxtrain.hf.importing import PublishedWeights
+from jaxtrain.phases.run_state import Fork, RunOrigin
 from jaxtrain.pipeline.prepared_run import PreparedRun
-from jaxtrain.run.files import CONFIG_FILE, STARTS_FILE, append_record, replace_text, warned
+from jaxtrain.run.files import (
+    CONFIG_FILE,
+    STARTS_FILE,
+    append_record,
+    read_json,
+    replace_text,
+    warned,
+)
 from jaxtrain.training import stored_op_times
 from jaxtrain.training.compiled_step import compiled_memory
 from jaxtrain.training.step import Step
@@ -37,19 +47,24 @@ def write_start(
     start: StartPoint,
     step: Step,
     compiled: Compiled,
-    weights: PublishedWeights | None,
+    origin: RunOrigin,
 ) -> None:
-    """Writes, in process 0, config.json, the small files of a published model, op_times.json for op
-    times that the user did not request, and a line of starts.jsonl."""
+    """Writes, in process 0, config.json, with what a fork has inherited; the small files of a
+    published model; op_times.json for op times that the user did not request; and a line of
+    starts.jsonl."""
     if not cluster.is_main():
         return
     config, folder = run.config, run.folder
     folder.mkdir(parents=True, exist_ok=True)
+    inherited = origin.record(config) if isinstance(origin, Fork) else None
+    if config.train.fork_from and not inherited:  # a fork that goes on
+        with contextlib.suppress(OSError, ValueError):
+            inherited = read_json(folder / CONFIG_FILE, folder=folder).get(FORK)
     with warned(folder / CONFIG_FILE, cluster.log):
-        replace_text(folder / CONFIG_FILE, config_text(config))
-    if weights:
+        replace_text(folder / CONFIG_FILE, config_text(config, inherited))
+    if isinstance(origin, PublishedWeights):
         with warned(folder / source_files.SOURCE, cluster.log):
-            weights.keep(folder)
+            origin.keep(folder)
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
     if stored_op_times.worth_storing(config.mesh, config.pipeline, run.requested.pipeline):
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):

@@ -22,7 +22,7 @@ from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, apply, read_flags, setting_value, settled
 from jaxtrain.config.rules.field_rules import field_violation
-from jaxtrain.experiments import page
+from jaxtrain.experiments import page, sweep
 from jaxtrain.planner.command import calibrate, main as plan
 from jaxtrain.planner.programs import compile_check
 from jaxtrain.run.exit_status import RunError
@@ -34,6 +34,7 @@ COMMANDS = {
     "schedule": schedule.FLAGS,
     "generate": generate.FLAGS,
     "launch": launch.FLAGS,
+    "sweep": sweep.FLAGS,
     "page": page.FLAGS,
 }
 
