@@ -57,7 +57,8 @@ def test_the_file(run, tmp_path, capsys):
     text = (run / "page.html").read_text()
     assert EVIL not in text and "<title>&lt;b&gt;&amp;$run</title>" in text
     assert len(re.findall("</script>", text)) == 3
-    assert {*re.findall(r"https?://[^\\\"' ]+", text)} == {"http://www.w3.org/2000/svg"}
+    own = re.sub('id="data">.*', "", text)  # without the data, which are no addresses
+    assert re.findall(r"\w+://[^\"' ]+", own) == ["http://www.w3.org/2000/svg"]
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "connect" not in policy
     assert main([str(run), f"--out={tmp_path / 'other.html'}"]) in (0, None)
