@@ -59,7 +59,8 @@ UNSEEN = {
     "another number of devices": " ".join(p for p in cfg.fields() if p.startswith("mesh.")),
     "the hardware that is planned for": "train.hardware",
     "one value on CPUs": "model.attention_kernel parallel.collective_matmul",
-    "code of one's own": "model.block model.mixer model.block_settings train.loss train.evaluate data.filter",
+    "code of one's own": "model.block model.mixer model.block_settings train.loss train.evaluate "
+    "data.filter",
     "read as text": "parallel.compiler_options pipeline.times pipeline.layer_costs",
 }
 
