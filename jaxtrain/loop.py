@@ -5,7 +5,7 @@ what is logged once all steps are done.
 A run leaves these files in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
 tensorboard/, loss.png, goodput.png, profile/; metrics.rolled_back.jsonl if it has gone back;
 op_times.json if op times are planned or measured; planned.json if the hardware is known;
-starts.jsonl, samples.jsonl; and run.lock while it runs.
+starts.jsonl; samples.jsonl; trackers/ if it has some; and run.lock while it runs.
 """
 
 import concurrent.futures

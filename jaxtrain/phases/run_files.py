@@ -27,7 +27,7 @@ from jaxtrain.config.rules.resume import changes
 from jaxtrain.devices import cluster
 from jaxtrain.hf import source_files
 from jaxtrain.hf.importing import PublishedWeights
-from jaxtrain.phases.run_state import Fork, Origin
+from jaxtrain.phases.run_state import Fork, RunOrigin
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.files import (
     CONFIG_FILE,
@@ -47,7 +47,7 @@ def write_start(
     start: StartPoint,
     step: Step,
     compiled: Compiled,
-    origin: Origin,
+    origin: RunOrigin,
 ) -> None:
     """Writes, in process 0, config.json, with what a fork has inherited; the small files of a
     published model; op_times.json for op times that the user did not request; and a line of
