@@ -16,7 +16,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli, places
@@ -143,8 +143,7 @@ def from_hf(command_line: Reading) -> None:
     published, config = cli.checked(command_line, check)
     workdir = pathlib.Path(command_line.namespace.workdir)
     places.check(config, str(workdir))
-    _start_on_host()
-    from jaxtrain.checkpoint.manager import Checkpointer
+    start_on_host()
     from jaxtrain.checkpoint.resuming import folder_of_checkpoints
     from jaxtrain.hf import importing
 
@@ -158,19 +157,14 @@ def from_hf(command_line: Reading) -> None:
     if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
         config = replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
         description["path"] = str((workdir / SOURCE / TOKENIZER).resolve())
-    stored = config.to_store()
-    source = importing.open_weights(published, stored)
+    source = importing.open_weights(published, config.to_store())
     with streams.counting("tensors checked", sys.stderr) as progress:
         importing.check_numbers(source, progress)
     lock = RunLock(workdir)
     lock.take(print)
     try:
         source.keep(workdir)
-        saves = Checkpointer(checkpoints, None)
-        meta = Meta(to_dict(stored), tokenizer=description)
-        saves.save_tree(0, lambda: importing.state_on_host(source), vars(meta))
-        saves.wait()
-        replace_text(workdir / CONFIG_FILE, config_text(config))
+        save_first_step(workdir, config, description, lambda: importing.state_on_host(source))
     except OSError as error:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
@@ -184,12 +178,29 @@ def from_hf(command_line: Reading) -> None:
     )
 
 
-def _start_on_host() -> None:
+def start_on_host() -> None:
     """Starts jax, which the checkpoint's geometry needs, on one CPU device."""
     with read_environment():
         import jax
 
     jax.config.update("jax_platforms", "cpu")
+
+
+def save_first_step(
+    workdir: pathlib.Path, config: Config, tokenizer: dict[str, Any], tree: Callable[[], dict]
+) -> None:
+    """Writes the folder of a run that begins with a state made on the host: step 0, and
+    config.json. Raises OSError and CheckpointError.
+
+    tokenizer: its description; tree: as of Checkpointer.save_tree
+    """
+    from jaxtrain.checkpoint.manager import Checkpointer
+    from jaxtrain.checkpoint.resuming import folder_of_checkpoints
+
+    saves = Checkpointer(folder_of_checkpoints(config.checkpoint, workdir), None)
+    saves.save_tree(0, tree, vars(Meta(to_dict(config.to_store()), tokenizer=tokenizer)))
+    saves.wait()
+    replace_text(workdir / CONFIG_FILE, config_text(config))
 
 
 # --- out ------------------------------------------------------------------------------------------
@@ -210,7 +221,7 @@ def to_hf(command_line: Reading) -> None:
         return flags, target, _bytes(flags.max_shard)
 
     flags, target, largest = cli.checked(command_line, check)
-    _start_on_host()
+    start_on_host()
     from jaxtrain.checkpoint.restoring import wrong_arrays
 
     try:

@@ -34,7 +34,7 @@ from jaxtrain.config import (
     flag_text,
 )
 from jaxtrain.data import row_log
-from jaxtrain.experiments import followers, trackers
+from jaxtrain.experiments import followers
 from jaxtrain.run import files, goodput, metrics, run_lock
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.training.stored_op_times import OP_TIMES
@@ -45,6 +45,8 @@ FILES = (  # of process 0 in the run's folder
         files.CONFIG_FILE,
         OP_TIMES,
         files.PLANNED,
+        files.STARTS_FILE,
+        files.SAMPLES_FILE,
         run_lock.NAME,
         goodput.GOODPUT_FILE,
         goodput.GOODPUT_PLOT,
@@ -156,7 +158,7 @@ def _of_main(
     if problem := _of_workdir(workdir) or _inside(workdir, inside):
         return problem
     for name in records.trackers:
-        if fault := trackers.fault_of(name):
+        if fault := followers.fault_of(name):
             return _problem(f"metrics.trackers: {name} {fault}")
     # The folder itself first: an error about a file in it would be about the wrong place.
     inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}

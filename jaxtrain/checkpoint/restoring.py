@@ -1,17 +1,20 @@
 """The arrays of one step: those that its config makes, its state on the devices of a run, and its
-parameters alone. resuming.py chooses the step.
+parameters alone; and the mean of several steps. resuming.py chooses the step.
 """
 
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
 from jax.sharding import Mesh
 
-from jaxtrain.checkpoint import stores
+from jaxtrain.checkpoint import reading, stores
 from jaxtrain.checkpoint.manifest import STATE
 from jaxtrain.checkpoint.regions import StoredArray, stored_arrays
 from jaxtrain.checkpoint.steps import (
@@ -23,7 +26,7 @@ from jaxtrain.checkpoint.steps import (
     read_meta,
     trained_group,
 )
-from jaxtrain.checkpoint.storage import read_tree
+from jaxtrain.checkpoint.storage import DeferredPiece, HostArray, nested, read_tree, zeros
 from jaxtrain.config import (
     FilledConfig,
     OptimizerConfig,
@@ -195,3 +198,35 @@ def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:
             out[name] = params.pop(name)[stage]
             out[name] = out[name].astype(compute) if specs[name].cast else out[name]
     return out
+
+
+# --- the mean of several steps --------------------------------------------------------------------
+
+
+def mean_state(steps: Sequence[reading.OpenedStep], config: FilledConfig) -> dict:
+    """The nested dict of HostArrays of a state before its first step, whose parameters are the mean
+    of those of several steps. They are read, added up in float64 and written a piece at a time.
+
+    steps: of one model; config: of the state, without independent replicas
+    """
+    stored = {}
+    for array in expected_arrays(config):
+        group, _, name = array.name.partition("/")
+        stored[array.name] = zeros(array)
+        if group == PARAMETERS:
+            sources = [s.arrays[f"{trained_group(s.config.train)}/{name}"] for s in steps]
+            stored[array.name] = _mean(sources, array)
+    return nested(stored)
+
+
+def _mean(sources: Sequence[ts.TensorStore], array: StoredArray) -> HostArray:
+    def read(window: Sequence[range], target: np.ndarray) -> None:
+        index = tuple(slice(span.start, span.stop) for span in window)
+        pieces = (np.asarray(source[index].read().result(), np.float64) for source in sources)
+        target[...] = sum(pieces) / len(sources)
+
+    blocks = [
+        (index, DeferredPiece(read, [range(s.start, s.stop) for s in index], array.dtype))
+        for index in reading.pieces(sources[0])
+    ]
+    return HostArray(array.shape, array.dtype, reading.piece_shape(sources[0]), blocks)

@@ -183,7 +183,8 @@ class ChosenStep:
     """The persistent checkpoint that a run resumes from, unless its arrays turn out to be damaged
     or a local one is newer; `choice.step` is None for a new run.
 
-    origin: where the run begins that has no checkpoint: with another run's step (phases/fork.py)
+    origin: where the run begins that has no checkpoint: with another run's step
+        (phases/run_state.py)
     """
 
     folder: CheckpointFolder

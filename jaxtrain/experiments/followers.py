@@ -1,10 +1,11 @@
 """The processes that send a run's records to its trackers while it trains (track.py), one each, so
-that one that hangs stops no other. Standard library only.
+that one that hangs stops no other.
 
 They are sessions of their own, which Ctrl-C does not reach, and end after the run, whatever ends
 it, because their standard input ends then.
 """
 
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -13,10 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from jaxtrain.config import is_choice
 from jaxtrain.run.files import fresh, warned
 
 FOLDER = "trackers"  # in the run's folder; NAME.log there is what a tracker prints
 LAST_S = 30  # seconds in which a tracker has to take the rest when the run has ended
+
+
+def fault_of(name: str) -> str:
+    """The reason why an item of metrics.trackers cannot work, in words that follow it; "" if there
+    is none. A file of one's own is not looked at."""
+    if not is_choice("metrics.trackers", name):
+        return "is none of wandb, trackio, mlflow and FILE.py:CLASS"
+    is_here = ":" in name or importlib.util.find_spec(name) is not None
+    return "" if is_here else f"needs a package that is not installed: pip install {name}"
 
 
 class Followers:
@@ -50,8 +61,8 @@ class Followers:
                     env=os.environ | {"PYTHONPATH": path},
                     start_new_session=True,
                 )
-            thread = threading.Thread(target=self._attend, args=(name, process, output))
-            thread.daemon = True
+            attend = (name, process, output)
+            thread = threading.Thread(target=self._attend, args=attend, daemon=True)
             thread.start()
             self._running[name] = process, thread
 
@@ -74,4 +85,4 @@ class Followers:
         for process, thread in self._running.values():
             thread.join(max(0.0, end - time.monotonic()))
             process.kill()
-            thread.join(1)
+            thread.join()

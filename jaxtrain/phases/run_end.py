@@ -17,7 +17,7 @@ from jaxtrain.devices import cluster
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.generation.text import sample_text
 from jaxtrain.models.own_module import without_cache
-from jaxtrain.run.files import warned
+from jaxtrain.run.files import SAMPLES_FILE, append_record, warned
 from jaxtrain.run.metrics import METRICS, plot_losses
 from jaxtrain.run.next_commands import next_commands
 
@@ -35,10 +35,11 @@ def log_results(
     config: ResolvedConfig,
     corpora: Corpora,
     checkpoints: epath.Path,
+    folder: pathlib.Path,
     validation_loss: float | None,
 ) -> None:
     """Logs, in process 0, the last validation loss next to the corpus's entropy, and a sample of
-    the last checkpoint's model"""
+    the last checkpoint's model, which samples.jsonl in the run's folder has, too."""
     if not cluster.is_main():
         return
     if validation_loss is not None:
@@ -78,6 +79,17 @@ def log_results(
         Sampling(SAMPLE_TEMPERATURE, seed=train.seed),
     )
     cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
+    sample = {"prompt": train.sample_prompt, "text": text, "temperature": SAMPLE_TEMPERATURE}
+    append_record(folder / SAMPLES_FILE, {"step": train.steps} | sample, cluster.log)
+
+
+def all_done(
+    config: ResolvedConfig, folder: pathlib.Path, steps: int, tokenizer: Tokenizer
+) -> list[str]:
+    """Lines for a run that has taken its steps before."""
+    setting = "stop_at" if config.train.last_step < config.train.steps else "steps"
+    says = f"{folder} already has its {steps} steps: raise train.{setting} to go on"
+    return [says, *what_next(config, folder, tokenizer)]
 
 
 def what_next(config: ResolvedConfig, folder: pathlib.Path, tokenizer: Tokenizer) -> list[str]:

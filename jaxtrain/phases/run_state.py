@@ -196,10 +196,10 @@ def open_fork(chosen: ChosenStep) -> Fork | None:
 # --- the state ------------------------------------------------------------------------------------
 
 
-Origin = importing.PublishedWeights | Fork | None  # of a new run's state; None: the seed
+RunOrigin = importing.PublishedWeights | Fork | None  # of a new run's state; None: the seed
 
 
-def open_origin(chosen: ChosenStep) -> tuple[ChosenStep, Origin]:
+def open_origin(chosen: ChosenStep) -> tuple[ChosenStep, RunOrigin]:
     """The start of a run, and the origin of a new one's state. Every process must call this. Raises
     RunError in all of them, and ConfigError as `open_fork`."""
     config = chosen.folder.run.config
@@ -215,7 +215,7 @@ def open_origin(chosen: ChosenStep) -> tuple[ChosenStep, Origin]:
     return chosen, weights
 
 
-def make_state(config: ResolvedConfig, step: Step, origin: Origin) -> TrainState:
+def make_state(config: ResolvedConfig, step: Step, origin: RunOrigin) -> TrainState:
     """The state before the first step; every process must call this. origin: if it is open"""
     # An earlier state's numbers may be in the file: a run that goes back to its beginning.
     if step.layout.disk:

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -224,12 +225,13 @@ METRICS = {
 }
 
 
-def read_metrics(workdir: str | os.PathLike) -> list[dict]:
+def read_metrics(workdir: str | os.PathLike, file: str = METRICS_FILE) -> list[dict]:
     """The records of a run in the order of their lines, none if there is no file. A line that a
-    kill has cut off is left out."""
+    kill has cut off is left out. file: METRICS_FILE or ROLLED_BACK_FILE"""
     return [
-        record
-        for record in read_json_lines(pathlib.Path(workdir) / METRICS_FILE)
+        # names once in memory, not once a record: half of a long run's
+        {sys.intern(name): value for name, value in record.items()}
+        for record in read_json_lines(pathlib.Path(workdir) / file)
         if isinstance(record, dict) and isinstance(record.get("step"), int)
     ]
 

@@ -274,16 +274,13 @@ class ParameterLayout:
     def ema(self) -> dict | None:
         """The average of the parameters, float32, as ShapeDtypeStructs that lie with the
         optimizer's state; None without `optimizer.ema_decay`."""
-        if not self.optimizer.ema_decay:
-            return None
-        shardings = self.scattered
-        if self.offload:
-            shardings = jax.tree.map(host_memory.on_host, shardings)
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
+        place = host_memory.on_host if self.offload else lambda sharding: sharding
+        average = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=place(s)),
             self.shapes,
-            shardings,
+            self.scattered,
         )
+        return average if self.optimizer.ema_decay else None
 
     # --- inside jit: updated parameters, back in the types and places of the state ----------------
 

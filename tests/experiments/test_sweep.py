@@ -2,6 +2,7 @@
 table however often it was killed. A program of a few lines stands for training; with --full the
 real one, too."""
 
+import contextlib
 import os
 import pathlib
 import random
@@ -212,7 +213,8 @@ def kill_at_random(
             time.sleep(0.01)
         time.sleep(generator.uniform(0, wait))
         for process in alive(folder)[:1] if kill == RUN else [sweeping.pid]:
-            os.kill(process, kill or signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(process, kill or signal.SIGKILL)
         sweeping.communicate(timeout=600)
         deadline = time.monotonic() + 5
         while alive(folder):
@@ -254,7 +256,7 @@ def test_twelve_runs_killed_at_random(tmp_path, halving):
         "--grid=optimizer.learning_rate=1e-3,3e-3,1e-2,3e-2",
         *(f"--config.{path}={value}" for path, value in settings.items()),
     ]
-    kill_at_random(tmp_path / "killed", command, KILLS, 60.0)
+    kill_at_random(tmp_path / "killed", command, KILLS, 25.0)
     tables = []
     for name in ("killed", "straight"):
         done = subprocess.run(

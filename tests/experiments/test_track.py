@@ -15,6 +15,7 @@ from support import ROOT, own_trackers, train_runs as runs
 from support.processes import children, command_line
 from support.train_runs import settings
 
+from jaxtrain import places
 from jaxtrain.config import Config, replace
 from jaxtrain.config.recipes import config_text
 from jaxtrain.experiments import followers, track
@@ -24,8 +25,6 @@ from jaxtrain.run.metrics import read_metrics
 OWN = f"{ROOT / 'tests' / 'support' / 'own_trackers.py'}:"
 PACKAGES = ROOT / ".venv-trackers"
 INSTALL = f"python -m pip install --no-deps --target {PACKAGES.name} -r requirements/trackers.txt"
-ENDED = threading.Event()
-ENDED.set()
 
 
 def write_run(folder, steps: int, checkpoint: int = 0, **memory: int):
@@ -44,7 +43,8 @@ def write_run(folder, steps: int, checkpoint: int = 0, **memory: int):
 
 
 def test_numbers_of_a_step_come_together():
-    """A save's are those of the step that the run had reached; a roll-back's those of the next."""
+    """A save's are those of the step that the run had reached; a roll-back's those of the next,
+    which need not be logged."""
     records = [
         {"step": 0, "time": 1.0, "validation_loss": 4.0},
         {"step": 1, "time": 2.0, "start_up_s": 9.0},
@@ -54,6 +54,8 @@ def test_numbers_of_a_step_come_together():
         {"step": 2, "time": 6.0, "rolled_back_from": 5, "why": "a spike", "rollbacks": 1},
         {"step": 3, "time": 7.0, "loss": 1.0},
         {"step": 4, "time": 8.0, "loss": 0.5},
+        {"step": 4, "time": 9.0, "rolled_back_from": 7, "rollbacks": 2},
+        {"step": 10, "time": 10.0, "loss": 0.4},
     ]
     assert track.numbers_by_step(records) == {
         0: {"time": 1.0, "validation_loss": 4.0},
@@ -61,6 +63,8 @@ def test_numbers_of_a_step_come_together():
         2: {"time": 5.0, "loss": 2.0, "save_s": 0.5},
         3: {"time": 7.0, "loss": 1.0, "rolled_back_from": 5, "rollbacks": 1},
         4: {"time": 8.0, "loss": 0.5},
+        5: {"time": 9.0, "rolled_back_from": 7, "rollbacks": 2},
+        10: {"time": 10.0, "loss": 0.4},
     }
 
 
@@ -85,7 +89,7 @@ def test_without_its_checkpoints_a_run_has_what_was_saved(tmp_path):
 
 
 def test_a_tracker_gets_each_step_once(tmp_path):
-    feed = lambda: track.feed(tmp_path, f"{OWN}Kept", ENDED)
+    feed = lambda: track.feed(tmp_path, f"{OWN}Kept", False)
     kept = lambda: own_trackers.records_of(tmp_path / "kept.jsonl")
     write_run(tmp_path, 7)
     assert feed() == "it has all up to step 0, the newest in a checkpoint, of 7" and kept() == []
@@ -96,24 +100,30 @@ def test_a_tracker_gets_each_step_once(tmp_path):
     assert [step for _, step, _ in kept()] == [*range(1, 9)]
     assert kept()[1][2] == {"time": 102.5, "wall_s": 2, "loss": 0.5}
     assert len({run for run, _, _ in kept()}) == 1
-    other = read_run(write_run(tmp_path / "copy", 9))
-    assert track.id_of(other) != kept()[0][0]
+    track.feed(write_run(tmp_path / "copy", 9, 8), f"{OWN}Kept", False)
+    assert own_trackers.records_of(tmp_path / "copy" / "kept.jsonl")[0][0] != kept()[0][0]
 
 
 def test_the_latest_step_waits_for_its_evaluation(tmp_path, monkeypatch):
+    """Until the run ends. A tracker that hangs ends by an alarm."""
+    alarms: list[int] = []
     monkeypatch.setattr(track, "LOOK_S", 0.01)
+    monkeypatch.setattr("signal.alarm", alarms.append)
     kept = lambda: [step for _, step, _ in own_trackers.records_of(tmp_path / "kept.jsonl")]
     write_run(tmp_path, 5, 5)
-    over = threading.Event()
-    feeding = threading.Thread(target=track.feed, args=(tmp_path, f"{OWN}Kept", over))
-    feeding.start()
-    end = time.monotonic() + 20
-    while len(kept()) < 4 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert kept() == [1, 2, 3, 4]
-    over.set()
-    feeding.join()
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as ends:
+        monkeypatch.setattr("sys.stdin", ends)
+        feeding = threading.Thread(target=track.feed, args=(tmp_path, f"{OWN}Kept", True))
+        feeding.start()
+        end = time.monotonic() + 20
+        while len(kept()) < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert kept() == [1, 2, 3, 4]
+        os.close(writer)
+        feeding.join()
     assert kept() == [1, 2, 3, 4, 5]
+    assert set(alarms[:-1]) == {track.HANG_S} and alarms[-1] == followers.LAST_S
 
 
 @pytest.mark.parametrize(
@@ -121,24 +131,29 @@ def test_the_latest_step_waits_for_its_evaluation(tmp_path, monkeypatch):
     [
         ([], "track is about one run, not 0: jaxtrain track RUN"),
         (["NONE"], "'NONE' is not the folder of a run: "),
-        (["RUN"], "the run has no metrics.trackers: use --to=wandb"),
+        (["RUN"], "--to= is none of wandb, trackio, mlflow and FILE.py:CLASS"),
         (["RUN", "--to=wnadb"], "--to=wnadb is none of wandb, trackio, mlflow and FILE.py:CLASS"),
-        (["RUN", "--to=no.py:Kept"], "--to=no.py:Kept names no file: no.py does not exist in "),
+        (["RUN", "--to=no.py:Kept"], "no.py:Kept: OwnCodeError: names no file: no.py does not "),
         (["RUN", f"--to={OWN}Raises"], f"{OWN}Raises: OSError: nobody answers for RUN"),
     ],
 )
 def test_what_cannot_work_is_a_line(tmp_path, monkeypatch, capsys, flags, line):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", sys.stdin)  # the command changes it
     write_run(tmp_path / "RUN", 3, 2)
-    assert track.main(flags) == (74 if "Raises" in line else 2)
+    assert track.main(flags) == (74 if "Error" in line else 2)
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
 def test_a_library_that_is_not_there_is_a_line(tmp_path, monkeypatch, capsys):
+    """Before a run is compiled, too."""
+    needs = "needs a package that is not installed: pip install wandb"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert track.main([str(write_run(tmp_path, 3, 2)), "--to=wandb"]) == 2
-    needs = "--to=wandb needs a package that is not installed: pip install wandb"
-    assert needs in capsys.readouterr().err
+    assert f"--to=wandb {needs}" in capsys.readouterr().err
+    with pytest.raises(places.PlaceError, match=f"metrics.trackers: wandb {needs}"):
+        places.check(replace(Config(), {"metrics.trackers": ("wandb",)}), str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_trackers_that_fail_cost_a_line(tmp_path, monkeypatch):

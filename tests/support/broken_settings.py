@@ -343,6 +343,11 @@ RULES = [
         "--config.model.biases=out,qkv",
     ),
     (
+        {"metrics.trackers": ("mlflow", "wnadb", "own.py:Tracker")},
+        "metrics.trackers=('mlflow', 'wnadb', 'own.py:Tracker') names 'wnadb', which is none of "
+        "wandb, trackio, mlflow: use --config.metrics.trackers=mlflow,wandb,own.py:Tracker",
+    ),
+    (
         {"optimizer.name": "adamv"},
         "optimizer.name='adamv' is unknown: use --config.optimizer.name=adamw",
     ),
@@ -1303,5 +1308,9 @@ UNUSED = [
     (
         {"train.sample_prompt": "it's "},
         "train.sample_prompt='it'\"'\"'s ' has no use with train.sample_tokens=0",
+    ),
+    (
+        {"metrics.project": "small"},
+        "metrics.project=small has no use without metrics.trackers",
     ),
 ]
