@@ -46,6 +46,13 @@ def score_multiplier(cfg: ResolvedModel) -> float:
     return math.sqrt(base / (cfg.head_dim + cfg.rope_head_dim))
 
 
+def describe(cfg: ResolvedModel) -> list[str]:
+    """A line about the base model, if there is one, for the start of a run."""
+    head_dim = cfg.mup_base_head_dim or cfg.head_dim
+    base = f"width {cfg.mup_base_width}, with heads of {head_dim}"
+    return [f"μP: initial values and rates are those for {base}, carried over"] * (growth(cfg) != 1)
+
+
 def parametrized(cfg: ResolvedModel, tree: dict) -> dict:
     """The Specs of a model, with the factors of matrices that follow from their axes."""
     ratio = growth(cfg)
