@@ -47,6 +47,8 @@ class OptimizerRecord:
                  depends on all numbers of a layer's parameter.
     momentum:    (tree of the state, settings → factor): after the first step that tree is the
                  clipped gradient times the factor; None if no tree is
+    mup:         (settings, a parameter's mup_rate and mup_size) → μP's factor on its directions
+                 (models/mup.py), here that of directions whose numbers are about 1
     fixed:       settings on which the shapes of the state depend: a resumed run keeps them
     """
 
@@ -58,6 +60,7 @@ class OptimizerRecord:
     passes: int
     elementwise: bool = True
     momentum: tuple[str, Callable[[Any], float]] | None = None
+    mup: Callable[[Any, float, float], float] = lambda settings, rate, size: rate
     fixed: tuple[str, ...] = ()
 
     def state_numbers(self, shape: tuple[int, ...], settings: Any) -> int:
@@ -154,6 +157,8 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
             state=_factored,
             passes=6,  # the gradient for means, for the update and for its clipping; its scale
             elementwise=False,
+            # with parameter_scale a direction has the parameter's size already
+            mup=lambda s, rate, size: rate / size if s.parameter_scale else rate,
             fixed=("factored_size",),
         ),
     )

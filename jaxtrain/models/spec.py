@@ -32,6 +32,9 @@ class Spec:
     counts:   its "gradient" is a number of tokens, by which the step moves it
         (training/update/balance.py)
     vectors:  each last dimension is a vector of its own, such as an expert's bias
+    mup_rate: μP's factor on updates whose numbers are of the learning rate's size
+        (models/mup.py)
+    mup_size: μP's factor on the initial values, which `std` or `constant` has already
 
     Raises ValueError for axes that do not fit the shape, and for padding of any dimension but the
     first.
@@ -47,6 +50,8 @@ class Spec:
     product: bool = False
     counts: bool = False
     vectors: bool = False
+    mup_rate: float = 1.0
+    mup_size: float = 1.0
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):

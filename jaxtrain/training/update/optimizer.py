@@ -7,6 +7,8 @@ Begin with `Optimizer.update`. It updates one parameter after the other, each by
                       depends on the other numbers of its layer's parameter (Adafactor)
     _layer_by_layer   the same in a loop over layers, with offload to the host's memory
 
+After it `moved_average` moves the average of the parameters (`optimizer.ema_decay`).
+
 The state is a tuple as optax's `chain` has it. `parts_of` takes it apart into trees like the
 parameters (the moments) and scalars that all parameters share (counts of updates).
 """
@@ -187,7 +189,8 @@ class Optimizer:
         parameters = zip(specs, paths, tree.flatten_up_to(params), strict=True)
         for i, (spec, (path, gradient), held) in enumerate(parameters):
             decay = self.settings.weight_decay if spec.matrix else 0.0
-            one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite)
+            factor = record_of(self.settings.name).mup(self.settings, spec.mup_rate, spec.mup_size)
+            one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite, factor)
             if not self._elementwise:
                 one = _unstacked(one, spec, parts.follow, gradient.shape)
             leaves = [column[i] for column in columns]
@@ -312,6 +315,7 @@ class ParameterUpdate:
     rate:       the learning rate
     count:      the number of updates before this one, int32
     finite:     as in Optimizer.update
+    factor:     of μP, on directions and not on the decay (models/mup.py)
     """
 
     directions: optax.GradientTransformation
@@ -320,6 +324,7 @@ class ParameterUpdate:
     rate: jax.Array
     count: jax.Array
     finite: jax.Array | None
+    factor: float = 1.0
 
     def __call__(
         self,
@@ -337,6 +342,8 @@ class ParameterUpdate:
         direction, new_state = self.directions.update(
             gradient, self.parts.outline.unflatten(wide), value
         )
+        if self.factor != 1:
+            direction = direction * self.factor
         if self.decay:
             direction = direction + self.decay * value
         new = [value - self.rate * direction, *jax.tree.leaves(new_state)]
@@ -420,3 +427,43 @@ def _layer_by_layer(
     # number of trips that XLA does not see: it would dissolve a loop of one trip.
     trips = layers if layers > 1 else lax.optimization_barrier(1)
     return lax.fori_loop(0, trips, update_layer, (gradient, held, state))
+
+
+# --- the average of the parameters ----------------------------------------------------------------
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+def moved_average(
+    decay: float, average: Any, params: Any, finite: jax.Array | None = None
+) -> dict | None:
+    """Inside jit: the exponential moving average of the parameters after an update; None if there
+    is none. It is average + (1 - decay) · (params - average), in float32.
+
+    average, params: float32, laid out as gradients; the average may be in the host's memory
+    finite: as in Optimizer.update
+    """
+    if average is None:
+        return None
+
+    def move(before: jax.Array, value: jax.Array) -> jax.Array:
+        # XLA rounds a product and a sum at once in one program, and one after the other in another.
+        # The clamp changes no finite number, and keeps them apart.
+        after = before + lax.clamp(-LARGEST, (1 - decay) * (value - before), LARGEST)
+        return after if finite is None else jnp.where(finite, after, before)
+
+    def of_parameter(path: tuple, before: jax.Array, value: jax.Array) -> jax.Array:
+        if not is_on_host(before):
+            return move(before, value)
+        layers = value.shape[1] if path[0].key == "layers" else 0
+        sizes = (value.shape[0], 1, *value.shape[2:]) if layers else value.shape
+
+        def move_layer(layer: jax.Array, average: jax.Array) -> jax.Array:
+            start = (0, layer if layers else 0, *[0] * value.ndim)[: value.ndim]
+            after = move(read(average, start, sizes), read(value, start, sizes))
+            return write(average, after, start)
+
+        # As in _layer_by_layer, one layer at a time is in the device's memory.
+        return lax.fori_loop(0, lax.optimization_barrier(layers or 1), move_layer, before)
+
+    return jax.tree_util.tree_map_with_path(of_parameter, average, params)
