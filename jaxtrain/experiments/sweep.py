@@ -59,8 +59,8 @@ usage: jaxtrain sweep --config=NAME|FILE --grid SETTING=VALUE,VALUE … [--paral
 Each run has a folder in --workdir, named after its settings, and a process of its own. All runs are
 checked before the first one begins. The same command goes on with a sweep that was stopped or
 killed, trains once more what failed, and prints the table of a sweep that has ended. The status is
-that of a run that failed, if one did. GPUs are shared out among parallel runs. TPU chips are not:
-use --parallel=1 there, or --index on several hosts.
+that of a run that failed, if one did. Parallel runs share the GPUs, with at least one for each. TPU
+chips are not shared out: use --parallel=1 there, or --index on several hosts.
 """
 FLAGS = (
     *(flag for flag in SHARED_FLAGS if flag.name in ("config", "workdir", "cpu_devices")),
