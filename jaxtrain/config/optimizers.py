@@ -50,6 +50,9 @@ class OptimizerRecord:
     mup:         (settings, a parameter's mup_rate and mup_size) → μP's factor on its directions
                  (models/mup.py), here that of directions whose numbers are about 1
     fixed:       settings on which the shapes of the state depend: a resumed run keeps them
+    rest:        of parameters that are no matrices between activations (models/spec.py:
+                 Spec.orthogonalized), with a state of as many arrays. The others' directions are
+                 then orthogonalized after `make` (training/update/muon.py). None: all are alike
     """
 
     name: str
@@ -62,6 +65,11 @@ class OptimizerRecord:
     momentum: tuple[str, Callable[[Any], float]] | None = None
     mup: Callable[[Any, float, float], float] = lambda settings, rate, size: rate
     fixed: tuple[str, ...] = ()
+    rest: "OptimizerRecord | None" = None
+
+    def of(self, orthogonalized: bool) -> "OptimizerRecord":
+        """The record of a parameter, which a Spec says to be orthogonalized, or not."""
+        return self if orthogonalized or self.rest is None else self.rest
 
     def state_numbers(self, shape: tuple[int, ...], settings: Any) -> int:
         """Numbers in the state of a parameter of this shape."""
@@ -84,7 +92,7 @@ def _factored(shape: tuple[int, ...], settings: Any) -> tuple[KeptDims, ...]:
     return tuple(d for d in dims if d != largest), tuple(d for d in dims if d != second), ()
 
 
-def _adam(jax: ModuleType, optax: ModuleType, settings: Any) -> Any:
+def _adam(jax: ModuleType, optax: ModuleType, settings: Any, nesterov: bool = False) -> Any:
     """optax's Adam, with corrections of the moments' bias that are factors. XLA makes a factor of a
     division by a scalar in one program and not in another, so the last bit would differ."""
     adam = optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon)
@@ -96,9 +104,36 @@ def _adam(jax: ModuleType, optax: ModuleType, settings: Any) -> Any:
             optax.tree.scale(1 / (1 - decay**new_state.count), moment)
             for decay, moment in ((settings.b1, new_state.mu), (settings.b2, new_state.nu))
         )
+        if nesterov:
+            first = _nesterov(optax, settings.b1, gradients, new_state)
         return optax.tree.div(first, jax.tree.map(root, second)), new_state
 
     return optax.GradientTransformation(adam.init, update)
+
+
+def _nesterov(optax: ModuleType, decay: float, gradients: Any, state: Any) -> Any:
+    """Nesterov's momentum (Dozat 2016), corrected for its bias: that of the next step, if its
+    gradient were this one. state: with this step's momentum"""
+    ahead = optax.tree.scale(decay / (1 - decay ** (state.count + 1)), state.mu)
+    now = optax.tree.scale((1 - decay) / (1 - decay**state.count), gradients)
+    return optax.tree.add(ahead, now)
+
+
+def _muon(jax: ModuleType, optax: ModuleType, settings: Any) -> Any:
+    """The momentum of matrices, before it is orthogonalized. Its state is in the form of Adam's,
+    with a second moment of one number."""
+
+    def init(params):
+        nothing = jax.tree.map(lambda p: jax.numpy.zeros(1, p.dtype), params)
+        zeros = optax.tree.zeros_like(params)
+        return optax.ScaleByAdamState(jax.numpy.zeros((), "int32"), zeros, nothing)
+
+    def update(gradients, state, params=None):
+        mu = optax.tree.update_moment(gradients, state.mu, settings.momentum, 1)
+        state = state._replace(mu=mu, count=optax.safe_increment(state.count))
+        return _nesterov(optax, settings.momentum, gradients, state), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def _adafactor(_: ModuleType, optax: ModuleType, settings: Any) -> Any:
@@ -160,6 +195,38 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
             # with parameter_scale a direction has the parameter's size already
             mup=lambda s, rate, size: rate / size if s.parameter_scale else rate,
             fixed=("factored_size",),
+        ),
+        OptimizerRecord(
+            "muon",
+            "Jordan 2024, https://kellerjordan.github.io/posts/muon, with the rates of Liu et al. "
+            "2025, arXiv:2502.16982, as optax.contrib.muon has it; adamw with Nesterov's momentum "
+            "for embedding, head, norms and biases",
+            make=_muon,
+            reads={
+                "momentum": "decay of the momentum of matrices",
+                "muon_iterations": "Newton-Schulz iterations that orthogonalize a matrix",
+                "muon_rms": "root mean square of a matrix's update over the learning rate",
+                "adamw_learning_rate": "peak learning rate of all but matrices; 0: learning_rate",
+                "b1": "decay of the first moment of all but matrices",
+                "b2": "decay of the second moment of all but matrices",
+                "epsilon": "added to the root of the second moment, and to a matrix's norm",
+            },
+            # the momentum, and nothing where `rest` has its second moment
+            state=lambda shape, settings: (*copies(1, shape, settings), ()),
+            passes=6,  # the gradient for the momentum, the direction there and back
+            elementwise=False,
+            momentum=("mu", lambda s: 1 - s.momentum),
+            # a direction's spectral norm grows with the root of the width
+            mup=lambda settings, rate, size: size,
+            rest=OptimizerRecord(
+                "adamw",
+                "with Nesterov's momentum, as optax.contrib.muon has it",
+                make=functools.partial(_adam, nesterov=True),
+                reads={},
+                state=functools.partial(copies, 2),
+                passes=3,
+                momentum=("mu", lambda s: 1 - s.b1),
+            ),
         ),
     )
 }

@@ -56,13 +56,16 @@ class LatentAttention(nnx.Module):
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         compressed = q + self.rank + self.rope_dim
         query, key_value = self.head_dim + self.rope_dim, self.head_dim + cfg.value_head_dim
-        dense = lambda n_in, n_out, *axes, bias=False, multiplier=1.0: Dense(
-            n_in, n_out, axes, cfg.init_std, bias, multiplier
+        dense = lambda n_in, n_out, *axes, bias=False, multiplier=1.0, columns=(): Dense(
+            n_in, n_out, axes, cfg.init_std, bias, multiplier, columns
         )
         norm = lambda size: Norm(cfg, size, "latent", cfg.latent_norm_epsilon)
         # Its result stays split along the sequence, as x is: the weight is small, and every device
         # has all of it.
-        self.compress = dense(d, compressed, "width", "latent", bias="qkv" in cfg.biases)
+        latents = (*([q] if q else []), self.rank, self.rope_dim)
+        self.compress = dense(
+            d, compressed, "width", "latent", bias="qkv" in cfg.biases, columns=latents
+        )
         self.query_norm, self.norm = norm(q) if q else None, norm(self.rank)
         self.query = dense(
             q or d,
@@ -71,7 +74,8 @@ class LatentAttention(nnx.Module):
             "heads",
             multiplier=score_multiplier(cfg),
         )
-        self.expand = dense(self.rank, n * key_value, "latent", "heads")
+        keys_and_values = self.head_dim, cfg.value_head_dim
+        self.expand = dense(self.rank, n * key_value, "latent", "heads", columns=keys_and_values)
         self.out = Dense(
             n * cfg.value_head_dim, d, ("heads", "width"), residual_std, "out" in cfg.biases
         )

@@ -38,6 +38,7 @@ class Norm(nnx.Module):
     computed in float32. Its factor is `scale`, or with `one_plus` 1 + `scale`, as in Gemma.
 
     multiplier: μP's factor on its result (models/mup.py)
+    columns: of several matrices side by side, as in Spec
     """
 
     def __init__(self, cfg: ResolvedModel, size=0, axis="width", epsilon=0.0, multiplier=1.0):
@@ -178,11 +179,13 @@ class Dense(nnx.Module):
     `row_parallel`, by its columns with `column_parallel`.
 
     multiplier: μP's factor on its result (models/mup.py)
+    columns: of several matrices side by side, as in Spec
     """
 
-    def __init__(self, n_in, n_out, axes, std, bias, multiplier=1.0):
+    def __init__(self, n_in, n_out, axes, std, bias, multiplier=1.0, columns=()):
         mup = {"mup_rate": multiplier, "mup_size": multiplier}
-        weight = Spec((n_in, n_out), axes, std=std * multiplier, product=True, **mup)
+        shape, std = (n_in, n_out), std * multiplier
+        weight = Spec(shape, axes, std=std, product=True, columns=columns, **mup)
         self.weight = parameter(weight)
         self.bias = parameter(Spec((n_out,), axes[1:], **mup)) if bias else None
 

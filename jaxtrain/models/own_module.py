@@ -113,6 +113,7 @@ class Constructor:
             init=functools.partial(self.initial_value, path),
             exact=bool(metadata.get("exact")),
             product=bool(metadata.get("product")),
+            vectors=bool(metadata.get("vectors")),
         )
         if sum(spec.split) > 1:
             raise OwnCodeError(

@@ -14,6 +14,7 @@ from jaxtrain.devices.mesh import MODEL
 from jaxtrain.devices.sharding import RULES, Axes
 
 Module = TypeVar("Module", bound=nnx.Module)
+TABLES = ("vocab", "staged_vocab", "position")  # axes whose rows are looked up, or scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Spec:
     counts:   its "gradient" is a number of tokens, by which the step moves it
         (training/update/balance.py)
     vectors:  each last dimension is a vector of its own, such as an expert's bias
+    columns:  where several matrices stand side by side, the columns of each; they repeat to the end
+        of the last dimension, as keys and values do in each head
     mup_rate: μP's factor on updates whose numbers are of the learning rate's size
         (models/mup.py)
     mup_size: μP's factor on the initial values, which `std` or `constant` has already
@@ -50,6 +53,7 @@ class Spec:
     product: bool = False
     counts: bool = False
     vectors: bool = False
+    columns: tuple[int, ...] = ()
     mup_rate: float = 1.0
     mup_size: float = 1.0
 
@@ -85,6 +89,24 @@ class Spec:
     def cast(self) -> bool:
         """True for a parameter that is used in the compute type."""
         return self.matrix and not self.exact
+
+    @property
+    def orthogonalized(self) -> bool:
+        """True for matrices between activations, the ones that Muon updates: not for tables of
+        tokens and positions."""
+        return self.matrix and self.axes[0] not in TABLES and len(self.shape) - self.batch_dims > 1
+
+    @property
+    def batch_dims(self) -> int:
+        """The number of leading dimensions that number matrices: 1 for those of experts."""
+        return int(self.axes[0] == "experts")
+
+    @property
+    def row_dims(self) -> int:
+        """The number of dimensions after these that are a matrix's rows. Of more dimensions than
+        two, such as [width, heads, head dimension], the width is on a side of its own."""
+        dims = self.axes[self.batch_dims :]
+        return 1 if dims[0] == "width" else len(dims) - 1
 
     def draw(self, key: jax.Array) -> jax.Array:
         """Float32 standard normal noise, [*padded]. Padding is zero, and the other values do not

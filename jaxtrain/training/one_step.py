@@ -23,7 +23,8 @@ from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.update import balance
-from jaxtrain.training.update.optimizer import Guard, Optimizer, moved_average, updates_made
+from jaxtrain.training.update.average import moved_average
+from jaxtrain.training.update.optimizer import Guard, Optimizer, updates_made
 
 # Float32 scalars by their names in METRICS (run/metrics.py); of independent replicas arrays
 # [replicas], of several steps in one program arrays [steps].

@@ -372,7 +372,9 @@ class ParameterLayout:
                 results.append(of_others(part))
                 continue
             arrays = tree.flatten_up_to(part)
-            dims = [record.state(s.shape, self.optimizer)[number] for s in specs]
+            dims = [
+                record.of(s.orthogonalized).state(s.shape, self.optimizer)[number] for s in specs
+            ]
             of_each = map(ParameterState, arrays, dims, specs, shardings, stacks)
             results.append(tree.unflatten(map(of_parameter, of_each)))
             number += 1

@@ -23,7 +23,8 @@ from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.runtime.updates import UpdateRule, UpdateRules, ValuesAndOptimizer
 from jaxtrain.training.one_step import OneStep, StepMetrics, step_metrics
 from jaxtrain.training.state import TrainState
-from jaxtrain.training.update.optimizer import moved_average, parts_of, updates_made
+from jaxtrain.training.update.average import moved_average
+from jaxtrain.training.update.optimizer import parts_of, updates_made
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

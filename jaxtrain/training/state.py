@@ -48,8 +48,8 @@ class TrainState:
     step:      the number of steps done, int32
     anchor, outer_momentum: float32, shaped like one replica's parameters; None if replicas are not
         independent
-    ema: float32, the exponential moving average of the parameters (moved_average in
-        update/optimizer.py); None without `optimizer.ema_decay`
+    ema: float32, the exponential moving average of the parameters (update/average.py); None
+        without `optimizer.ema_decay`
     evaluates_ema: it is evaluated in the place of the parameters
     working:   where parameters are masters, the 16-bit matrices that ops read, in a tree like
         `params` with None for all other parameters; otherwise None

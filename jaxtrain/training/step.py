@@ -249,6 +249,8 @@ def make_step(
         layout.offload,
         random_keys(layout, config.train.seed, ROUNDING),
         lines,
+        layout.scattered,
+        precision.compute,
     )
     abstract = abstract_state(layout, optimizer)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)

@@ -127,12 +127,71 @@ def plain_optimizer(cfg: Config) -> optax.GradientTransformation:
     """optax's own, of parameters that are separate arrays."""
     is_matrix = lambda path, a: a.ndim > 1 and "biases" not in jax.tree_util.keystr(path)
     matrices = lambda params: jax.tree_util.tree_map_with_path(is_matrix, params)
+    if cfg.optimizer.name == "muon":
+        return optax.chain(optax.clip_by_global_norm(cfg.optimizer.clip_norm), _muon(cfg, matrices))
     return optax.chain(
         optax.clip_by_global_norm(cfg.optimizer.clip_norm),
         record_of(cfg.optimizer.name).make(jax, optax, cfg.optimizer),
         optax.add_decayed_weights(cfg.optimizer.weight_decay, matrices),
         optax.scale_by_learning_rate(learning_rate(cfg.optimizer, cfg.train.steps)),
     )
+
+
+def _muon(cfg: Config, matrices) -> optax.GradientTransformation:
+    """optax's, of matrices that stand side by side in an array as separate ones."""
+    of, model = cfg.optimizer, cfg.model
+
+    def of_head(array, heads: int, *widths: int) -> list:
+        by_head = array.reshape(len(array), heads, -1)
+        parts = jax.numpy.split(by_head, np.cumsum(widths)[:-1], -1)
+        return [part.reshape(len(array), -1) for part in parts]
+
+    def apart(path, a):
+        name = jax.tree_util.keystr(path)
+        if "compress" in name and a.ndim == 2:
+            widths = [n for n in (model.query_rank, model.kv_rank, model.rope_head_dim) if n]
+            return of_head(a, 1, *widths)
+        if "expand" in name and a.ndim == 2:
+            return of_head(a, model.heads, model.head_dim, model.value_head_dim)
+        return a
+
+    def together(like, parts):
+        if not isinstance(parts, list):
+            return parts
+        heads = 1 if len(like) == model.width else model.heads
+        by_head = [part.reshape(len(like), heads, -1) for part in parts]
+        return jax.numpy.concatenate(by_head, -1).reshape(like.shape)
+
+    def numbers(path, a):
+        name = jax.tree_util.keystr(path)
+        if a.ndim < 2 or "biases" in name or "table" in name or "positions" in name:
+            return None
+        return optax.contrib.MuonDimensionNumbers(a.ndim - 2, a.ndim - 1)
+
+    rate = learning_rate(of, cfg.train.steps)
+    inner = optax.contrib.muon(
+        rate,
+        ns_steps=of.muon_iterations,
+        beta=of.momentum,
+        eps=of.epsilon,
+        weight_decay=of.weight_decay,
+        adam_b1=of.b1,
+        adam_b2=of.b2,
+        adam_learning_rate=lambda count: (
+            rate(count) * (of.adamw_learning_rate or of.learning_rate) / of.learning_rate
+        ),
+        muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(
+            numbers, params
+        ),
+        consistent_rms=of.muon_rms,
+    )
+    split = lambda tree: jax.tree_util.tree_map_with_path(apart, tree)
+
+    def update(gradients, state, params):
+        updates, state = inner.update(split(gradients), state, split(params))
+        return jax.tree.map(together, params, updates, is_leaf=lambda a: hasattr(a, "shape")), state
+
+    return optax.GradientTransformation(lambda params: inner.init(split(params)), update)
 
 
 def by_layer(tree: dict) -> dict:

@@ -132,6 +132,10 @@ class OptimizerConfig:
     factored_size: int = setting(128, meaning("factored_size"), Range(at_least=1))
     update_clip: float = setting(1.0, meaning("update_clip"), Range(at_least=0))
     parameter_scale: bool = setting(True, meaning("parameter_scale"))
+    momentum: float = setting(0.95, meaning("momentum"), Range(at_least=0, below=1))
+    muon_iterations: int = setting(5, meaning("muon_iterations"), Range(at_least=1))
+    muon_rms: float = setting(0.2, meaning("muon_rms"), Range(above=0))
+    adamw_learning_rate: float = setting(0.0, meaning("adamw_learning_rate"), Range(at_least=0))
     outer_learning_rate: float = setting(
         0.7, "DiLoCo: learning rate of the outer step, which joins the replicas", Range(above=0)
     )

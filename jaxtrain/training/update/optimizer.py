@@ -7,7 +7,8 @@ Begin with `Optimizer.update`. It updates one parameter after the other, each by
                       depends on the other numbers of its layer's parameter (Adafactor)
     _layer_by_layer   the same in a loop over layers, with offload to the host's memory
 
-After it `moved_average` moves the average of the parameters (`optimizer.ema_decay`).
+Muon first has the momentum of each matrix, then the directions of all matrices together
+(training/update/muon.py), and then their new values. training/update/average.py follows.
 
 The state is a tuple as optax's `chain` has it. `parts_of` takes it apart into trees like the
 parameters (the moments) and scalars that all parameters share (counts of updates).
@@ -27,10 +28,11 @@ from jax.typing import ArrayLike
 
 from jaxtrain.config import ConfigError, OptimizerConfig, one_line
 from jaxtrain.config.learning_rates import LEARNING_RATES
-from jaxtrain.config.optimizers import OPTIMIZERS, record_of
+from jaxtrain.config.optimizers import OPTIMIZERS, OptimizerRecord, record_of
 from jaxtrain.config.phases import RateLine
 from jaxtrain.devices.host_memory import is_on_host, read, write
 from jaxtrain.models.spec import Spec, is_spec
+from jaxtrain.training.update.muon import Orthogonalizer
 from jaxtrain.training.update.rounding import rounded
 
 
@@ -101,6 +103,8 @@ class Optimizer:
     moments: type of the arrays of the state
     offload: the optimizer's state, and what the layout says of the parameters, is in the host's
         memory: `update` fetches it and writes it back leaf by leaf, and in stacks layer by layer
+    scattered: shardings of gradients, which Muon needs; a tree like the parameters
+    compute: type of Muon's products
     keys: for each parameter, in the order of the leaves, the keys of its random numbers [stages,
         layers, 2], or [2]; None where nothing is of 16 bits
     """
@@ -112,33 +116,34 @@ class Optimizer:
     offload: bool = False
     keys: Sequence[np.ndarray] | None = None
     rate_lines: tuple[RateLine, ...] = ()
+    scattered: dict | None = None
+    compute: str = "float32"
 
-    def of_part(self, specs: dict, keys: Sequence[Any] | None = None) -> "Optimizer":
+    def of_part(
+        self, specs: dict, keys: Sequence[Any] | None = None, scattered: dict | None = None
+    ) -> "Optimizer":
         """This optimizer for some of the parameters, whose state is not in the host's
         memory."""
-        return dataclasses.replace(self, specs=specs, keys=keys, offload=False)
+        return dataclasses.replace(self, specs=specs, keys=keys, scattered=scattered, offload=False)
 
     @property
     def rate(self) -> Callable[[ArrayLike], jax.Array]:
         """The number of updates before this one → its learning rate."""
         return learning_rate(self.settings, self.steps, self.rate_lines)
 
-    @property
-    def _directions(self) -> optax.GradientTransformation:
-        return record_of(self.settings.name).make(jax, optax, self.settings)
-
-    @property
-    def _elementwise(self) -> bool:
-        return record_of(self.settings.name).elementwise
+    def _directions(self, spec: Spec) -> optax.GradientTransformation:
+        record = record_of(self.settings.name).of(spec.orthogonalized)
+        return record.make(jax, optax, self.settings)
 
     def init(self, params: Any) -> Any:
         """The state before the first update: optax's of the clipping, of the directions, of the
         decay and of the learning rate."""
         specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
-        if self._elementwise:
-            state = self._directions.init(params)
+        record = record_of(self.settings.name)
+        if record.elementwise:
+            state = self._directions(specs[0]).init(params)
         else:
-            state = _init_directions(self._directions, params, specs, tree)
+            state = _init_directions(self._directions, record, params, specs, tree)
         parts = parts_of(state, tree)
         moments = lambda part: jax.tree.map(lambda a: a.astype(self.moments), part)
         state = parts.outline.unflatten(
@@ -183,23 +188,43 @@ class Optimizer:
             tree.flatten_up_to(part) if follows else [part] * len(specs)
             for part, follows in zip(parts.parts, parts.follow, strict=True)
         ]
-        directions = self._directions
-        values, new_params, new_leaves = [], [], []
-        paths = jax.tree_util.tree_leaves_with_path(gradients)
-        parameters = zip(specs, paths, tree.flatten_up_to(params), strict=True)
-        for i, (spec, (path, gradient), held) in enumerate(parameters):
+        leaves = [list(of_one) for of_one in zip(*columns, strict=True)]
+        record = record_of(self.settings.name)
+        paths, of_each = zip(*jax.tree_util.tree_leaves_with_path(gradients), strict=True)
+
+        def update_of(spec: Spec) -> ParameterUpdate:
             decay = self.settings.weight_decay if spec.matrix else 0.0
-            factor = record_of(self.settings.name).mup(self.settings, spec.mup_rate, spec.mup_size)
-            one: UpdateOne = ParameterUpdate(directions, parts, decay, rate, count, finite, factor)
-            if not self._elementwise:
-                one = _unstacked(one, spec, parts.follow, gradient.shape)
-            leaves = [column[i] for column in columns]
+            of_rest = record.rest and not spec.orthogonalized and self.settings.adamw_learning_rate
+            own_rate = rate * (of_rest / self.settings.learning_rate) if of_rest else rate
+            factor = record.of(spec.orthogonalized).mup(self.settings, spec.mup_rate, spec.mup_size)
+            directions = self._directions(spec)
+            return ParameterUpdate(directions, parts, decay, own_rate, count, finite, factor)
+
+        def run(i: int, one: Any, gradient: jax.Array, leaves: list, held: Any = None) -> tuple:
             key = None if self.keys is None else jnp.asarray(self.keys[i])
             if self.offload:
-                layers = gradient.shape[1] if path[0].key == "layers" else 0
-                value, held, after = _layer_by_layer(one, gradient, leaves, held, key, layers)
+                layers = gradient.shape[1] if paths[i][0].key == "layers" else 0
+                return _layer_by_layer(one, gradient, leaves, held, key, layers)
+            value, after = one(gradient, leaves, held, key)
+            return value, held, after
+
+        # Muon: first the momenta of all matrices, then their directions together.
+        momenta = {
+            i: run(i, update_of(spec).momentum, of_each[i], leaves[i])
+            for i, spec in enumerate(specs)
+            if record.rest and spec.orthogonalized
+        }
+        directions = self._orthogonalized({i: a for i, (a, *_) in momenta.items()}, specs, tree)
+        values, new_params, new_leaves = [], [], []
+        parameters = zip(specs, of_each, tree.flatten_up_to(params), strict=True)
+        for i, (spec, gradient, held) in enumerate(parameters):
+            one = update_of(spec)
+            if i in momenta:
+                value, held, _ = run(i, one.move, directions[i], [], held)
+                after = momenta[i][2]
             else:
-                value, after = one(gradient, leaves, held, key)
+                each = one if record.elementwise or record.rest else _unstacked(one, spec, gradient)
+                value, held, after = run(i, each, gradient, leaves[i], held)
             values.append(value)
             # A parameter on the host was written there by the loop over its layers.
             new_params.append(held if is_on_host(held) else value.astype(held.dtype))
@@ -212,6 +237,18 @@ class Optimizer:
             optax.ScaleByScheduleState(counted),
         )
         return Updated(tree.unflatten(values), tree.unflatten(new_params), new_state)
+
+    def _orthogonalized(
+        self, momenta: dict[int, jax.Array], specs: list[Spec], tree: Any
+    ) -> dict[int, jax.Array]:
+        """Muon's directions of matrices by their numbers among the parameters, as `momenta`."""
+        if not momenta:
+            return {}
+        shardings = tree.flatten_up_to(self.scattered)
+        of_all = Orthogonalizer(self.settings, jnp.dtype(self.compute), shardings[0].mesh)
+        layouts = [shardings[i].spec for i in momenta]
+        directions = of_all(list(momenta.values()), [specs[i] for i in momenta], layouts)
+        return dict(zip(momenta, directions, strict=True))
 
 
 def check_own_optimizer(settings: OptimizerConfig) -> None:
@@ -281,14 +318,19 @@ def _joined(leaves: list[list], parts: StateParts, tree: Any) -> Any:
 
 
 def _init_directions(
-    directions: optax.GradientTransformation, params: Any, specs: list[Spec], tree: Any
+    directions: Callable[[Spec], optax.GradientTransformation],
+    record: OptimizerRecord,
+    params: Any,
+    specs: list[Spec],
+    tree: Any,
 ) -> Any:
-    """The state of directions that depend on all numbers of a layer's parameter, before the first
-    update: that of each layer on its own, without padding."""
-    parts = parts_of(jax.eval_shape(directions.init, params), tree)
+    """The state before the first update: that of each layer on its own, and without padding where
+    directions depend on all numbers of a layer's parameter."""
+    parts = parts_of(jax.eval_shape(directions(specs[0]).init, params), tree)
     leaves = []
     for array, spec in zip(tree.flatten_up_to(params), specs, strict=True):
-        start = lambda a, s=spec: jax.tree.leaves(directions.init(a[: s.shape[0]]))
+        rows = None if record.of(spec.orthogonalized).elementwise else spec.shape[0]
+        start = lambda a, s=spec, n=rows: jax.tree.leaves(directions(s).init(a[:n]))
         for _ in array.shape[: -len(spec.shape)]:  # over stages and layers of a stack
             start = jax.vmap(start, out_axes=[0 if follows else None for follows in parts.follow])
         leaves.append(start(array))
@@ -335,6 +377,29 @@ class ParameterUpdate:
     ) -> tuple[jax.Array, list[jax.Array]]:
         # float32 for all products and sums: 16 bits would lose most of a small update
         value = held.astype(jnp.float32)
+        direction, new_state = self._direction(gradient, leaves, value)
+        new = [self._moved(value, direction), *new_state]
+        new = self._taken(new, [held, *leaves], key)
+        return new[0].astype(jnp.float32), new[1:]
+
+    def momentum(
+        self, gradient: jax.Array, leaves: list[jax.Array], _: None, key: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The first part of an update whose direction is that of several parameters: what `make`
+        of its record returns, and the leaves of the new state."""
+        momentum, new_state = self._direction(gradient, leaves, None)
+        return momentum, self._taken(new_state, leaves, key, 1)
+
+    def move(
+        self, direction: jax.Array, _: list, held: jax.Array, key: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The last part of such an update: new values in float32."""
+        moved = self._moved(held.astype(jnp.float32), direction)
+        return self._taken([moved], [held], key)[0].astype(jnp.float32), []
+
+    def _direction(
+        self, gradient: jax.Array, leaves: list[jax.Array], value: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
         wide = [
             a.astype(jnp.float32) if follows else a
             for a, follows in zip(leaves, self.parts.follow, strict=True)
@@ -342,28 +407,34 @@ class ParameterUpdate:
         direction, new_state = self.directions.update(
             gradient, self.parts.outline.unflatten(wide), value
         )
+        return direction, jax.tree.leaves(new_state)
+
+    def _moved(self, value: jax.Array, direction: jax.Array) -> jax.Array:
         if self.factor != 1:
             direction = direction * self.factor
         if self.decay:
             direction = direction + self.decay * value
-        new = [value - self.rate * direction, *jax.tree.leaves(new_state)]
-        # Back to the types in memory. The position in this list tells apart the random numbers of
-        # the parameter and its moments, which have one key.
-        old = [held, *leaves]
+        return value - self.rate * direction
+
+    def _taken(
+        self, new: list[jax.Array], old: list[jax.Array], key: jax.Array | None, first_use: int = 0
+    ) -> list[jax.Array]:
+        """The new arrays in the types of the old ones, which stay where an update is skipped."""
+        # The use tells apart the random numbers of the parameter and its moments, of one key.
         new = [
             rounded(a, before.dtype, key, self.count, use)
-            for use, (a, before) in enumerate(zip(new, old, strict=True))
+            for use, (a, before) in enumerate(zip(new, old, strict=True), first_use)
         ]
         # A skipped update is computed and not taken, by selects: a conditional would copy its
         # operands. A product with 0 would not do, since 0 · NaN is NaN.
         if self.finite is not None:
             new = [jnp.where(self.finite, a, before) for a, before in zip(new, old, strict=True)]
-        return new[0].astype(jnp.float32), new[1:]
+        return new
 
 
-def _unstacked(one: UpdateOne, spec: Spec, follow: list[bool], shape: tuple[int, ...]) -> UpdateOne:
-    """`one` for each layer of a stack, without the rows that pad a parameter. shape: the array's,
-    with the stack's dimensions in front."""
+def _unstacked(one: ParameterUpdate, spec: Spec, like: jax.Array) -> UpdateOne:
+    """`one` for each layer of a stack, without the rows that pad a parameter. like: the array, with
+    the stack's dimensions in front"""
     rows, padding = spec.shape[0], spec.padded[0] - spec.shape[0]
 
     # Rows of zeros would count in means over rows, so the update does not see them.
@@ -371,8 +442,8 @@ def _unstacked(one: UpdateOne, spec: Spec, follow: list[bool], shape: tuple[int,
         value, new_leaves = one(gradient[:rows], leaves, held[:rows], key)
         return jnp.pad(value, [(0, padding), *[(0, 0)] * (value.ndim - 1)]), new_leaves
 
-    update, of_state = unpadded, [0 if follows else None for follows in follow]
-    for _ in shape[: -len(spec.shape)]:
+    update, of_state = unpadded, [0 if follows else None for follows in one.parts.follow]
+    for _ in like.shape[: -len(spec.shape)]:
         update = jax.vmap(update, in_axes=(0, of_state, 0, 0), out_axes=(0, of_state))
     return update
 
@@ -381,7 +452,7 @@ def _layer_by_layer(
     one: UpdateOne,
     gradient: jax.Array,
     state: list[jax.Array],
-    held: jax.Array,
+    held: jax.Array | None,
     key: jax.Array | None,
     layers: int,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
@@ -410,10 +481,10 @@ def _layer_by_layer(
         value, new_state = one(
             read_layer(layer, gradient),
             layer_state,
-            read_layer(layer, held),
+            None if held is None else read_layer(layer, held),
             None if key is None else read_layer(layer, key),
         )
-        if is_on_host(held):
+        if held is not None and is_on_host(held):
             held = write(held, value.astype(held.dtype), start(layer, held))
         pairs = zip(leaves, new_state, strict=True)
         return (
@@ -427,43 +498,3 @@ def _layer_by_layer(
     # number of trips that XLA does not see: it would dissolve a loop of one trip.
     trips = layers if layers > 1 else lax.optimization_barrier(1)
     return lax.fori_loop(0, trips, update_layer, (gradient, held, state))
-
-
-# --- the average of the parameters ----------------------------------------------------------------
-
-LARGEST = float(jnp.finfo(jnp.float32).max)
-
-
-def moved_average(
-    decay: float, average: Any, params: Any, finite: jax.Array | None = None
-) -> dict | None:
-    """Inside jit: the exponential moving average of the parameters after an update; None if there
-    is none. It is average + (1 - decay) · (params - average), in float32.
-
-    average, params: float32, laid out as gradients; the average may be in the host's memory
-    finite: as in Optimizer.update
-    """
-    if average is None:
-        return None
-
-    def move(before: jax.Array, value: jax.Array) -> jax.Array:
-        # XLA rounds a product and a sum at once in one program, and one after the other in another.
-        # The clamp changes no finite number, and keeps them apart.
-        after = before + lax.clamp(-LARGEST, (1 - decay) * (value - before), LARGEST)
-        return after if finite is None else jnp.where(finite, after, before)
-
-    def of_parameter(path: tuple, before: jax.Array, value: jax.Array) -> jax.Array:
-        if not is_on_host(before):
-            return move(before, value)
-        layers = value.shape[1] if path[0].key == "layers" else 0
-        sizes = (value.shape[0], 1, *value.shape[2:]) if layers else value.shape
-
-        def move_layer(layer: jax.Array, average: jax.Array) -> jax.Array:
-            start = (0, layer if layers else 0, *[0] * value.ndim)[: value.ndim]
-            after = move(read(average, start, sizes), read(value, start, sizes))
-            return write(average, after, start)
-
-        # As in _layer_by_layer, one layer at a time is in the device's memory.
-        return lax.fori_loop(0, lax.optimization_barrier(layers or 1), move_layer, before)
-
-    return jax.tree_util.tree_map_with_path(of_parameter, average, params)

@@ -299,7 +299,7 @@ def _update(
     specs, params = group.tree(specs_of), group.tree(before)
     with_counts = group.tree([cut(gradient) for gradient in inputs.gradients])
     keys = None if inputs.keys is None else jax.tree.leaves(group.tree(inputs.keys))
-    optimizer = one.optimizer.of_part(specs, keys)
+    optimizer = one.optimizer.of_part(specs, keys, group.tree(scattered))
     state = _joined(optimizer, params, group, moments, inputs.counts)
     gradients = balance.without_counts(specs, with_counts)
     guard = inputs.guard
