@@ -674,6 +674,31 @@ def test_a_finished_run_says_so(whole):
     assert runs.contents(workdir) == before
 
 
+@pytest.mark.full
+def test_a_stop_at_a_step_and_an_evaluation_that_a_kill_prevented(folder, workdir):
+    """The run goes on after train.stop_at as if it had not stopped, by the rates of all its steps.
+    A kill between the last save and its evaluation is a run without that record: the next start
+    makes up for it."""
+    straight, flags = folder / "straight", settings(train__steps=8, optimizer__schedule="cosine")
+    evaluations = lambda of: [r for r in runs.read_metrics(of) if "validation_loss" in r]
+    train(straight, *flags)
+    done = train(workdir, *flags, *settings(train__stop_at=5))
+    assert runs.checkpoints(workdir)[-1] == 5 and "train.stop_at=0" in done.out
+    for _ in range(2):
+        (evaluation,) = evaluations(workdir)
+        lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        kept = [line for line in lines if "validation_loss" not in line]
+        (workdir / "metrics.jsonl").write_text("".join(kept))
+        assert "continuing from step 5" in train(workdir, *flags, *settings(train__stop_at=5)).out
+        assert evaluations(workdir)[0]["validation_loss"] == evaluation["validation_loss"]
+    done = train(workdir, *flags, *settings(train__stop_at=5))
+    assert "already has its 5 steps: raise train.stop_at to go on" in done.out
+    train(workdir, *flags)
+    assert runs.losses(workdir) == runs.losses(straight)
+    last = [evaluations(of)[-1]["validation_loss"] for of in (workdir, straight)]
+    assert last[0] == last[1] and len(evaluations(workdir)) == 2
+
+
 def test_a_workdir_that_cannot_be_made(folder):
     (folder / "file").write_text("")
     assert (
