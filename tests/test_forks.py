@@ -162,13 +162,10 @@ def test_a_fork_that_begins_at_its_own_step_0(stable, inherits):
         (3, 2, 768),
     ]
     # its own warm-up
-    assert [r["learning_rate"] for r in steps] == pytest.approx([0.0, 1.25e-3, 2.5e-3])
-    after, before = arrays_of(fork, 1), arrays_of(stable, 6)
+    assert [r["learning_rate"] for r in steps] == pytest.approx([1.25e-3, 2.5e-3, 3.75e-3])
+    after, before = arrays_of(fork, 3), arrays_of(stable, 6)
     counts = {name: int(after[name]) - int(before[name]) for name in after if not after[name].ndim}
-    assert sorted(counts.values()) == ([-5, -5, 1] if inherits == "moments" else [-5, -5, -5])
-    # the first rate is 0: after step 1 the weights are those of the origin
-    weights = [name for name in after if name.startswith("params/")]
-    assert all(np.array_equal(after[name], before[name]) for name in weights)
+    assert sorted(counts.values()) == ([-3, -3, 3] if inherits == "moments" else [-3, -3, -3])
 
 
 @pytest.mark.full
@@ -180,12 +177,13 @@ def test_a_fork_goes_back_to_its_beginning(stable):
     path = {"PYTHONPATH": f"{pathlib.Path(__file__).parent}:{pathlib.Path(__file__).parents[1]}"}
     with runs.running(stable.parent, *spoiled, environment=path) as command:
         done = command.end()
-    assert "back from step 8 to step 6, and on with batch 8" in done.out
+    assert "back from step 8 to step 6, and on with batch 8" in done.out + done.err
     assert [r["batch"] for r in read_metrics(fork) if "loss" in r] == [8, 9, 10]
 
 
 @pytest.mark.full
 def test_refused_before_anything_is_written(stable):
+    diloco = {"train__diloco_inner_steps": 2, "mesh__replica": 2, "mesh__stage": 1}
     cases = [
         (of(stable, 5), "train.fork_from='stable@5' is no complete step: use ", "stable@3"),
         (runs.settings(train__fork_from="stabel"), "train.fork_from='stabel'", "use stable"),
@@ -195,7 +193,7 @@ def test_refused_before_anything_is_written(stable):
         (of(stable, 6, optimizer__name="lion"), "optimizer.name='lion'", "optimizer.name='adamw'"),
         (of(stable, 6, data__batch_size=8), "data.batch_size=8", "from_6.batch_size=8"),
         (of(stable, 6, train__steps=6), "train.steps=6 is not beyond step 6", "train.steps=12"),
-        (of(stable, 6, train__diloco_inner_steps=2, mesh__replica=2), "", "diloco_inner_steps=0"),
+        (of(stable, 6, **diloco), "train.diloco_inner_steps=2", "train.diloco_inner_steps=0"),
     ]
     for flags, says, also in cases:
         done = runs.train(stable.with_name("refused"), *flags, status=2)
