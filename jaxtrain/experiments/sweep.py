@@ -129,6 +129,7 @@ def main(argv: Sequence[str]) -> int | None:
         return status
     lock = RunLock(folder)
     lock.take(streams.log)
+    streams.outlive()
     try:
         signals = launch.received_signals()
         train_in_rungs(runs, flags, records, signals)
