@@ -23,6 +23,10 @@ COMMANDS = {
     "checkpoint": "checkpoints of a run: listed, verified, shown, compared, deleted",
     "convert": "published models (Hugging Face) to checkpoints, and back",
     "launch": "a run of several processes on this machine",
+    "compare": "runs side by side: settings that differ, and their losses in one picture",
+    "page": "a run as one HTML file, or served on this machine while it goes on",
+    "sweep": "runs of one recipe that differ by settings, and their table",
+    "track": "a run's records sent to wandb, trackio or mlflow",
 }
 IN_ROOMS = {name: f"experiments.{name}" for name in ("sweep", "compare", "page", "track")}
 HELP = "\n".join(

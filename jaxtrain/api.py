@@ -140,7 +140,7 @@ def make_step(
     with cli.run_errors():
         config, namespace = train_command.parse(argv, given)
         alone = ("train.diloco_inner_steps", 0), ("parallel.offload_directory", "")
-        for path, without in (*alone, ("train.phases", ())):
+        for path, without in (*alone, ("train.phases", ()), ("train.fork_from", "")):
             if (value := get(config, path)) != without:
                 raise ConfigError(path, value, "is for train alone", fixes=[{path: without}])
         startup.start_jax(namespace, config)

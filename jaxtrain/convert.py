@@ -16,7 +16,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli, places
@@ -37,7 +37,7 @@ from jaxtrain.config.recipes import config_text
 from jaxtrain.config.rules import checks
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.devices.cluster_environment import read_environment
-from jaxtrain.generate_command import find_checkpoint, understand
+from jaxtrain.generate_command import EMA, find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
@@ -70,6 +70,7 @@ FLAGS = {
     "to_hf": (
         WORKDIR,
         Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
+        EMA,
         Flag(
             "dtype",
             "",
@@ -142,8 +143,7 @@ def from_hf(command_line: Reading) -> None:
     published, config = cli.checked(command_line, check)
     workdir = pathlib.Path(command_line.namespace.workdir)
     places.check(config, str(workdir))
-    _start_on_host()
-    from jaxtrain.checkpoint.manager import Checkpointer
+    start_on_host()
     from jaxtrain.checkpoint.resuming import folder_of_checkpoints
     from jaxtrain.hf import importing
 
@@ -157,19 +157,14 @@ def from_hf(command_line: Reading) -> None:
     if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
         config = replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
         description["path"] = str((workdir / SOURCE / TOKENIZER).resolve())
-    stored = config.to_store()
-    source = importing.open_weights(published, stored)
+    source = importing.open_weights(published, config.to_store())
     with streams.counting("tensors checked", sys.stderr) as progress:
         importing.check_numbers(source, progress)
     lock = RunLock(workdir)
     lock.take(print)
     try:
         source.keep(workdir)
-        saves = Checkpointer(checkpoints, None)
-        meta = Meta(to_dict(stored), tokenizer=description)
-        saves.save_tree(0, lambda: importing.state_on_host(source), vars(meta))
-        saves.wait()
-        replace_text(workdir / CONFIG_FILE, config_text(config))
+        save_first_step(workdir, config, description, lambda: importing.state_on_host(source))
     except OSError as error:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
@@ -183,12 +178,29 @@ def from_hf(command_line: Reading) -> None:
     )
 
 
-def _start_on_host() -> None:
+def start_on_host() -> None:
     """Starts jax, which the checkpoint's geometry needs, on one CPU device."""
     with read_environment():
         import jax
 
     jax.config.update("jax_platforms", "cpu")
+
+
+def save_first_step(
+    workdir: pathlib.Path, config: Config, tokenizer: dict[str, Any], tree: Callable[[], dict]
+) -> None:
+    """Writes the folder of a run that begins with a state made on the host: step 0, and
+    config.json. Raises OSError and CheckpointError.
+
+    tokenizer: its description; tree: as of Checkpointer.save_tree
+    """
+    from jaxtrain.checkpoint.manager import Checkpointer
+    from jaxtrain.checkpoint.resuming import folder_of_checkpoints
+
+    saves = Checkpointer(folder_of_checkpoints(config.checkpoint, workdir), None)
+    saves.save_tree(0, tree, vars(Meta(to_dict(config.to_store()), tokenizer=tokenizer)))
+    saves.wait()
+    replace_text(workdir / CONFIG_FILE, config_text(config))
 
 
 # --- out ------------------------------------------------------------------------------------------
@@ -209,25 +221,25 @@ def to_hf(command_line: Reading) -> None:
         return flags, target, _bytes(flags.max_shard)
 
     flags, target, largest = cli.checked(command_line, check)
-    _start_on_host()
+    start_on_host()
     from jaxtrain.checkpoint.restoring import wrong_arrays
 
     try:
         checkpoints, step = find_checkpoint(
             flags.workdir,
             flags.step,
-            functools.partial(wrong_arrays, trained_alone=True),
+            functools.partial(wrong_arrays, trained_alone=True, average=flags.ema),
             _remark,
         )
         meta = Meta.from_json(read_meta(checkpoints, step))
-        config, tokenizer = understand(meta, f"{checkpoints}/{step}", flags.workdir)
+        config, tokenizer = understand(meta, f"{checkpoints}/{step}", flags.workdir, flags.ema)
         folder = checkpoints / str(step)
         opened = reading.open_arrays(folder, read_database(folder / STATE))
     except DatabaseError as error:
         raise CheckpointError(f"{checkpoints}: its state {error}") from None
     except ValueError as error:  # UsageError and ConfigError, too
         raise HfError(str(error)) from None
-    group = f"{trained_group(config.train.diloco_inner_steps > 0)}/"
+    group = f"{trained_group(config.train, flags.ema)}/"
     arrays = {name.removeprefix(group): a for name, a in opened.items() if name.startswith(group)}
     source, workdir = pathlib.Path(flags.workdir) / SOURCE, pathlib.Path(flags.workdir).resolve()
     if source.is_symlink():  # what it leads to would be published

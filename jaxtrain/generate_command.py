@@ -36,6 +36,7 @@ from jaxtrain.checkpoint.steps import (
     nothing_wrong,
     read_errors,
     read_meta,
+    trained_group,
     what_is_wrong,
 )
 from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
@@ -76,6 +77,7 @@ usage: jaxtrain generate --workdir=DIR --prompt=TEXT [flags]    (or python -m ja
 RANDOM = ("temperature", "top_k", "top_p", "samples", "seed")
 MOST = 2**30  # tokens and samples, whose numbers are int32
 
+EMA = Flag("ema", False, "use the average of the parameters (optimizer.ema_decay)")
 FLAGS = (
     Flag(
         "workdir",
@@ -101,6 +103,7 @@ FLAGS = (
     Flag("samples", 1, "number of continuations of the prompt", 1, MOST),
     Flag("seed", 0, "seed of the random numbers", 0, 2**32 - 1),
     Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
+    EMA,
     Flag("model", 1, "devices over which the model is split (tensor parallel)", at_least=1),
     Flag(
         "context",
@@ -194,9 +197,8 @@ def check(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     if flags.refused:  # the command ends here, so importing jax delays nothing
         from jaxtrain.checkpoint.restoring import wrong_arrays
 
-        checkpoint = find_checkpoint(
-            flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True)
-        )
+        wrong = functools.partial(wrong_arrays, trained_alone=True, average=flags.ema)
+        checkpoint = find_checkpoint(flags.workdir, flags.step, wrong)
     config, _, ids = prompted(*checkpoint, flags)
     check_model(config.model, len(ids), flags)
     return flags
@@ -353,7 +355,8 @@ def load(flags: types.SimpleNamespace) -> Loaded:
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.generation.sampling import Sampler
 
-    wrong, damaged = functools.partial(wrong_arrays, trained_alone=True), dict[int, str]()
+    wrong = functools.partial(wrong_arrays, trained_alone=True, average=flags.ema)
+    damaged: dict[int, str] = {}
     while True:
         folder, step = find_checkpoint(flags.workdir, flags.step, wrong, streams.remark, damaged)
         config, tokenizer, ids = prompted(folder, step, flags)
@@ -369,7 +372,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
                     step,
                     config.model,
                     config.precision,
-                    config.train.diloco_inner_steps > 0,
+                    trained_group(config.train, flags.ema),
                     mesh,
                 )
         except DamageError as error:
@@ -390,19 +393,24 @@ def prompted(
 
     try:
         meta = Meta.from_json(read_meta(folder, step))
-        config, tokenizer = understand(meta, f"{folder}/{step}", flags.workdir)
+        config, tokenizer = understand(meta, f"{folder}/{step}", flags.workdir, flags.ema)
         return config, tokenizer, prompt_ids(tokenizer, flags.prompt, config.model.vocab_size)
     except ValueError as error:  # also ConfigError and DataError
         raise UsageError(str(error)) from None
 
 
-def understand(meta: Meta, name: str, workdir: str) -> tuple[StoredConfig, "Tokenizer"]:
+def understand(
+    meta: Meta, name: str, workdir: str, average: bool = False
+) -> tuple[StoredConfig, "Tokenizer"]:
     """The config and the tokenizer that a checkpoint's meta describes. Raises ValueError,
-    in one line, for a meta that lacks one."""
+    in one line, for a meta that lacks one. average: --ema asks for one, which must be there"""
     from jaxtrain.data.tokenizer import check_stops, tokenizer_from
 
     try:
         config = meta.stored_config()
+        if average and not config.optimizer.ema_decay:
+            rule = f"--ema=true asks for an average, and checkpoint {name} has none"
+            raise UsageError(f"{rule} (optimizer.ema_decay=0)", {"ema": False})
         # the run's folder, or that of its checkpoints
         folders = [workdir, f"{workdir}/{SOURCE}", f"{workdir}/../{SOURCE}"]
         tokenizer = tokenizer_from(meta.tokenizer, folders)

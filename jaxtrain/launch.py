@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, TextIO
 
 from jaxtrain import cli
@@ -87,9 +87,15 @@ for group in $groups; do kill -s KILL -- "$group"; done
 class Job:
     """The running processes, their output and their exit statuses."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]):
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        environments: Sequence[dict[str, str]],
+        write: Callable[[str, TextIO], object] = lambda text, to: print(text, file=to, flush=True),
+    ):
         """Starts one process per command, each the leader of a group of its own: a Ctrl-C of the
-        terminal reaches the launcher alone."""
+        terminal reaches the launcher alone. write: gets each line, and the stream that it is for"""
+        self.write = write
         # number of the process, line, stream to print it on
         self.output: queue.Queue[tuple[int, str, TextIO]] = queue.Queue()
         self.tails = [
@@ -155,7 +161,7 @@ class Job:
                 if is_error and self.errors.setdefault(line, number) != number:
                     continue  # it is about what processes share
                 self.last = line if is_error else ""
-                print(f"[{number}] {line}", file=stream, flush=True)
+                self.write(f"[{number}] {line}", stream)
 
     def last_lines(self, number: int) -> list[str]:
         """The last lines of a process, those of standard error after those of standard output,
@@ -235,8 +241,17 @@ def watch(job: Job, signals: list[int]) -> int:
         title = f"process {failed} failed with status {status}"
         if not job.last or lines[-1:] != [job.last]:
             title = "\n".join([f"{title}; its last lines:", *lines])
-        print(title, file=sys.stderr, flush=True)
+        job.write(title, sys.stderr)
     return status
+
+
+def received_signals() -> list[int]:
+    """The numbers of the signals that ask this process to stop, added as they come from now on."""
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda received, frame: signals.append(received))
+    return signals
 
 
 def goes_on(status: int) -> bool:
@@ -258,17 +273,9 @@ def commands(
 ) -> list[list[str]]:
     """The command line of each process. devices: simulated CPU devices of each; 0: the platform's
     devices.
-
-    If this folder is not on the launcher's path (as with the installed `jaxtrain launch`), it is
-    not on theirs: otherwise a folder called jaxtrain would hide the package.
     """
-    on_path = any(os.path.abspath(path) == os.getcwd() for path in sys.path)
-    safe = ["-P"] if module.startswith("jaxtrain.") and not on_path else []
     common = [
-        sys.executable,
-        *safe,
-        "-m",
-        module,
+        *python(module),
         *arguments,
         f"--coordinator=localhost:{port}",
         f"--processes={processes}",
@@ -276,6 +283,17 @@ def commands(
     if devices:
         common.append(f"--cpu_devices={devices}")
     return [[*common, f"--process_id={number}"] for number in range(processes)]
+
+
+def python(module: str) -> list[str]:
+    """The words of a command line that runs a module.
+
+    If this folder is not on the launcher's path (as with the installed `jaxtrain launch`), it is
+    not on theirs: otherwise a folder called jaxtrain would hide the package.
+    """
+    on_path = any(os.path.abspath(path) == os.getcwd() for path in sys.path)
+    safe = ["-P"] if module.startswith("jaxtrain.") and not on_path else []
+    return [sys.executable, *safe, "-m", module]
 
 
 def environments(processes: int, gpus: int) -> list[dict[str, str]]:
@@ -325,10 +343,7 @@ def main(argv: Sequence[str]) -> int:
     if not devices and gpus < namespace.processes:
         devices = max(cluster_environment.SIMULATED_DEVICES // namespace.processes, 1)
     streams.outlive()
-    signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, lambda received, frame: signals.append(received))
+    signals = received_signals()
     for start in range(namespace.restarts + 1):
         lines = commands(
             namespace.module, argv[split + 1 :], namespace.processes, devices, free_port()

@@ -4,48 +4,42 @@ what is logged once all steps are done.
 
 A run leaves these files in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
 tensorboard/, loss.png, goodput.png, profile/; metrics.rolled_back.jsonl if it has gone back;
-op_times.json if op times are planned or measured; planned.json if the hardware is known; and
-run.lock while it runs.
+op_times.json if op times are planned or measured; planned.json if the hardware is known;
+starts.jsonl; samples.jsonl; trackers/ if it has some; and run.lock while it runs.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import pathlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 
-from jaxtrain import cli
 from jaxtrain.checkpoint.manager import RunCheckpoints
 from jaxtrain.checkpoint.resuming import Candidates, StartPoint, open_folder
-from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.phases import Span, config_of, span_at, spans
 from jaxtrain.data.batches import HeldOutBatches, TrainingBatches
 from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpora
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.phases.run_end import draw_losses, log_results, what_next
-from jaxtrain.phases.run_files import write_settings
-from jaxtrain.phases.run_state import make_state, open_weights, state_on_disk, until_exhausted
+from jaxtrain.experiments.followers import Followers
+from jaxtrain.phases.run_context import RunContext, evaluates_first, timed, watched
+from jaxtrain.phases.run_end import all_done, draw_losses, log_results, what_next
+from jaxtrain.phases.run_files import write_start
+from jaxtrain.phases.run_state import make_state, open_origin, state_on_disk, until_exhausted
 from jaxtrain.phases.span_programs import SpanPrograms
 from jaxtrain.phases.start_lines import beginning, introduction, memory_lines, when_compiled
 from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.planner.for_training import AfterWarmUp, Prediction, fitting, plan_at_hand
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.files import warned
-from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import MetricsWriter
 from jaxtrain.run.progress import Progress
-from jaxtrain.run.run_lock import FolderError, RunLock
-from jaxtrain.run.signals import Signals
 from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import Phase, WallClock
-from jaxtrain.run.watchdog import Watchdog
-from jaxtrain.training.evaluation import Evaluation
+from jaxtrain.training.evaluation import Evaluation, OwnEvaluation
 from jaxtrain.training.one_step import StepMetrics
 from jaxtrain.training.parameter_checks import Copies
 from jaxtrain.training.profile import Profile, trace_folder
@@ -57,26 +51,15 @@ from jaxtrain.training.step import Step, make_step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RunContext:
-    """A run as its folder and the system see it: resolved settings, files, clocks, signals."""
-
-    config: ResolvedConfig
-    folder: pathlib.Path
-    clock: WallClock
-    goodput: GoodputLog
-    signals: Signals
-    watchdog: Watchdog
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class ReadyStep:
     """The run's own step, the compiled ones of its spans with the batches that these take, and the
-    evaluation of the parameters."""
+    evaluations of the parameters."""
 
     step: Step
     programs: SpanPrograms
     batches: Loader[TrainingBatches]
     evaluation: Evaluation
+    own: OwnEvaluation
 
 
 def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
@@ -91,23 +74,20 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
     config, folder = prepared.config, prepared.folder
     clock.enter(Phase.DATA)
     with (
-        _watched(config.train.hang_after, folder, clock) as (signals, watchdog),
+        watched(config.train, folder, clock) as (signals, watchdog),
         out_of_memory.named(functools.partial(fitting, prepared.requested, prepared.environment)),
         contextlib.ExitStack() as lasting,  # until the last line is logged
     ):
         # --- checkpoint and corpus ---
         checkpoints = open_folder(prepared)
-        chosen = checkpoints.choose()
-        weights = open_weights(config, chosen.start.resumes)
+        chosen, origin = open_origin(checkpoints.choose())
         corpora = prepare_corpora(config.data, config.model.vocab_size, config.train)
         content = TrainingBatches(corpora, spans(config))
         chosen.check_corpora(content)
         config = until_exhausted(config, content)
-        if chosen.start.step >= config.train.steps:
-            cluster.log(
-                f"{folder} already has its {chosen.start.step} steps: raise train.steps to go on",
-                *what_next(config, folder, corpora.tokenizer),
-            )
+        has_all = chosen.start.step >= config.train.last_step
+        if has_all and not evaluates_first(config, chosen.start, folder):
+            cluster.log(*all_done(config, folder, chosen.start.step, corpora.tokenizer))
             return ExitStatus.FINISHED
         chosen.log_changes()
 
@@ -116,14 +96,15 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:  # until the last step is saved
             step = make_step(config, mesh, prepared.setup)
+            own = OwnEvaluation(config, mesh, corpora.tokenizer)
             closing.enter_context(state_on_disk(step))
-            begin = functools.partial(make_state, config, step, weights)
+            begin = functools.partial(make_state, config, step, origin)
             candidates = chosen.candidates(step, content, begin)
 
             # --- batches ---
             clock.enter(Phase.DATA)
             # Now, because a damaged model ends the run before anything is compiled or written.
-            initial = _done(begin()) if weights and not candidates.expected.resumes else None
+            initial = _done(begin()) if origin and not candidates.expected.resumes else None
             batches, held_out = make_loaders(
                 content,
                 config.data,
@@ -135,7 +116,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             loaders: list[Loader] = [batches, *held_out.values()]
             for loader in loaders:
                 closing.enter_context(loader)
-            goodput = lasting.enter_context(_timed(folder, clock, candidates.expected))
+            goodput = lasting.enter_context(timed(folder, clock, candidates.expected))
             signals.before_end(goodput.discard)
 
             # --- programs, and meanwhile the state: XLA compiles most of a program on one core ---
@@ -147,20 +128,22 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 # Not before: one thread traces at a time, and the step takes longest to compile.
                 initial = executor.submit(begin)
             evaluation = _evaluation(step, held_out, corpora.checksums, executor)
-            validates = config.train.eval_every or evaluates_first(config, candidates.expected)
+            validates = config.train.eval_every or evaluates_first(
+                config, candidates.expected, folder
+            )
             has_sets = any(loader.content.batches for loader in held_out.values())
             others = [evaluation.start_compiling()] if validates and has_sets else []
             cluster.log(*introduction(*programs.first), *corpora.describe())
             when_compiled(step, clock, compiling, others)
             cluster.log(*(line for each in loaders for line in each.content.remarks()))
             state, start = candidates.restore(initial)
-            write_settings(prepared.config, prepared.requested.pipeline, folder, weights)
+            write_start(prepared, start, step, compiling.result().train, origin)
 
             # --- loop ---
             goodput.reached(start.step)
             cluster.log(beginning(config.train, start))
             context = RunContext(config, folder, clock, goodput, signals, watchdog)
-            ready = ReadyStep(step, programs, batches, evaluation)
+            ready = ReadyStep(step, programs, batches, evaluation, own)
             trainer = Trainer(context, ready, candidates, start, state)
             del initial, state  # the trainer's alone: it frees the memory where it goes back
             closing.callback(trainer.close)
@@ -174,7 +157,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
                 picture.result()
                 return _together(status)
         del trainer  # and its state: the sampler needs the memory
-        log_results(config, corpora, checkpoints.directory, validation_loss)
+        log_results(config, corpora, checkpoints.directory, folder, validation_loss)
         picture.result()
         lasting.close()  # it logs the goodput
         cluster.log(*what_next(config, folder, corpora.tokenizer))
@@ -197,7 +180,8 @@ class Trainer:
         state: TrainState,
     ):
         config, clock, goodput = context.config, context.clock, context.goodput
-        step, self.of_spans, self.evaluation = ready.step, ready.programs, ready.evaluation
+        step, self.of_spans = ready.step, ready.programs
+        self.evaluation, self.own = ready.evaluation, ready.own
         self.at, self.state = start.step, state
         self.config, self.step = config, step
         self.span = span_at(self.of_spans.spans, start.meta.position)
@@ -205,9 +189,9 @@ class Trainer:
         self.asked = Request.NOTHING
         self.validation_loss: float | None = None
         self.clock, self.watchdog = clock, context.watchdog
-        self.steps = config.train.steps
+        self.steps = config.train.last_step
         self.intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
-        self.evaluates_first = evaluates_first(config, start)
+        self.evaluates_first = evaluates_first(config, start, context.folder)
         self.feed = Feed(ready.batches, start.meta.position, self.steps - self.at)
 
         # --- what people see ---
@@ -217,10 +201,12 @@ class Trainer:
         self.log = MetricsWriter(
             context.folder if main else None,
             config.metrics.tensorboard,
-            self.at,
+            self.at if start.resumes else 0,  # a fork begins new files
             goodput.wall_s,
             log_line,
         )
+        names = config.metrics.trackers if main else ()
+        self.trackers = Followers(context.folder, names, log_line)
         self.profile = Profile(
             trace_folder(context.folder), self.at, config.train.profile_steps, clock, log_line
         )
@@ -374,8 +360,10 @@ class Trainer:
             return
         with self.clock.phase(Phase.EVALUATING):
             losses = self.evaluation.losses(self.state.trained)
+            own = self.own.numbers(self.evaluation, self.state.trained, self.at, self.progress.log)
         self.validation_loss = losses.get("")
-        self.reporter.validation(self.at, losses)
+        decay = self.config.optimizer.ema_decay * self.config.train.eval_ema
+        self.reporter.validation(self.at, losses, own, decay)
         self.checkpoints.persistent.evaluated(self.at, self.validation_loss)
 
     def roll_back(self) -> None:
@@ -416,17 +404,8 @@ class Trainer:
         """Ends what the loop has open, also after an error; saves that are under way are waited
         for, after all files are closed."""
         with contextlib.ExitStack() as closing:
-            for each in (self.checkpoints, self.log, self.progress, self.profile):
+            for each in (self.trackers, self.checkpoints, self.log, self.progress, self.profile):
                 closing.callback(each.close)
-
-
-def evaluates_first(config: ResolvedConfig, start: StartPoint) -> bool:
-    """True if a run that starts here is evaluated before its first step: what it starts from has
-    learned something, or there are sets whose losses are followed."""
-    is_imported = bool(config.train.init_from) or start.resumes
-    return start.step == 0 and (
-        is_imported or bool(config.train.eval_every and config.data.validation)
-    )
 
 
 def _evaluation(
@@ -453,37 +432,3 @@ def _together(status: ExitStatus) -> ExitStatus:
     if jax.process_count() > 1:
         cluster.barrier("the run has ended")
     return status
-
-
-@contextlib.contextmanager
-def _watched(
-    hang_after: float, folder: pathlib.Path, clock: WallClock
-) -> Iterator[tuple[Signals, Watchdog]]:
-    """A context in which no other run uses the folder. Whatever ends this run, a signal or a hang,
-    leaves no lock.
-
-    Raises FolderError as RunLock.take, and FlagsError for a ConfigError inside.
-    """
-    lock = RunLock(folder)
-    try:
-        with Signals(lock.release, notices=cluster.is_main()) as signals:
-            cluster.from_main(lambda: lock.take(cluster.log), FolderError)
-            watchdog = Watchdog(folder, cluster.connect_peers(), clock, hang_after, lock.release)
-            with watchdog.watching(), cli.refused_settings():
-                yield signals, watchdog
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
-def _timed(folder: pathlib.Path, clock: WallClock, start: StartPoint) -> Iterator[GoodputLog]:
-    """A context whose wall time by parts is logged in the run's folder. At its end the goodput of
-    all starts is logged and drawn."""
-    main = cluster.is_main()
-    goodput = GoodputLog(folder if main else None, clock, start.step, start.meta.wall_s)
-    with contextlib.closing(goodput):
-        yield goodput
-        cluster.log(goodput.summary())
-    if main:
-        with warned(folder / "goodput.png", cluster.log):
-            plot_goodput(folder)

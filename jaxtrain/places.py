@@ -34,6 +34,7 @@ from jaxtrain.config import (
     flag_text,
 )
 from jaxtrain.data import row_log
+from jaxtrain.experiments import followers
 from jaxtrain.run import files, goodput, metrics, run_lock
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.training.stored_op_times import OP_TIMES
@@ -44,13 +45,18 @@ FILES = (  # of process 0 in the run's folder
         files.CONFIG_FILE,
         OP_TIMES,
         files.PLANNED,
+        files.STARTS_FILE,
+        files.SAMPLES_FILE,
         run_lock.NAME,
         goodput.GOODPUT_FILE,
         goodput.GOODPUT_PLOT,
     ),
     *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),
 )
-FOLDERS = (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "hang", "hf", "checkpoints")
+FOLDERS = (
+    *(PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, followers.FOLDER),
+    *("hang", "hf", "checkpoints"),
+)
 # seconds until a folder that one host has made appears on the others, which cache its absence
 SEEN_S = 40.0
 SEEN_HERE_S = 5.0  # the same, on the host itself
@@ -151,6 +157,9 @@ def _of_main(
     }
     if problem := _of_workdir(workdir) or _inside(workdir, inside):
         return problem
+    for name in records.trackers:
+        if fault := followers.fault_of(name):
+            return _problem(f"metrics.trackers: {name} {fault}")
     # The folder itself first: an error about a file in it would be about the wrong place.
     inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}
     if records.tensorboard:

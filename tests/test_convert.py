@@ -76,9 +76,7 @@ def test_a_checkpoint_of_step_0(imported):
     assert (meta.step, meta.position, meta.checksum) == (0, 0, "")
     assert meta.tokenizer == {"kind": "bytes"}
     assert not (imported / "run" / "run.lock").exists()
-    layout, params = load_parameters(
-        checkpoints, 0, config.model, config.precision, independent_replicas=False
-    )
+    layout, params = load_parameters(checkpoints, 0, config.model, config.precision)
     published = tensors_of(imported / "model")
     query = np.asarray(params["layers"]["attention"]["query"]["weight"], np.float32)
     expected = published["model.layers.2.self_attn.q_proj.weight"].T

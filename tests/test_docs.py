@@ -38,6 +38,7 @@ from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.config.rules import checks
 from jaxtrain.data import __main__ as data_command
 from jaxtrain.devices import cluster_environment
+from jaxtrain.experiments import sweep
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.command import main as plan_command
 from jaxtrain.schedule.by_name import make_table
@@ -165,7 +166,8 @@ def check(command: str) -> None:
             number for number, word in enumerate(rest) if word.startswith("scripts/launch/")
         ]
         assert (ROOT / rest[template]).is_file(), f"{rest[template]} does not exist"
-        check_train(rest[template + 1 :])
+        of_sweep = any(word.startswith("--array=") for word in rest[:template])
+        check_module(f"jaxtrain.{'sweep' if of_sweep else 'train'}", rest[template + 1 :])
     elif first == "jaxtrain":
         if rest != ["--help"]:
             assert rest[0] in COMMANDS
@@ -227,6 +229,8 @@ def check_module(module: str, arguments: list[str]) -> None:
         own = convert.FLAGS[command]
         reading = read_flags(rest, "", own, with_config=command == "from_hf", with_words=True)
         assert not reading.errors and convert.folder_of(reading.namespace, command)
+    elif module == "jaxtrain.sweep":
+        cli.checked(read_flags(arguments, "", sweep.FLAGS, with_config=True), sweep.plan_sweep)
     elif module == "pytest":
         assert all((ROOT / path).exists() for path in arguments)
     elif module == "jaxtrain.plan":

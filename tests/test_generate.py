@@ -134,7 +134,7 @@ def test_parameters_are_those_that_were_saved(run):
         own = make_mesh((1, 1, 1, 1, 1, 2), devices) if devices else None
         with jax.set_mesh(make_mesh((1, 1, 2, 1, 1, 2), jax.devices()[:4])):  # inside another mesh
             _, params = load_parameters(
-                run / "checkpoints", 3, config().model, config().precision, False, own
+                run / "checkpoints", 3, config().model, config().precision, mesh=own
             )
         assert all(
             a.sharding.device_set == set(devices or jax.devices()[:1])
@@ -148,7 +148,7 @@ def test_parameters_are_those_that_were_saved(run):
 
 def test_matrices_come_in_the_compute_type(run):
     precision = dataclasses.replace(config().precision, compute="bfloat16")
-    _, params = load_parameters(run / "checkpoints", 3, config().model, precision, False)
+    _, params = load_parameters(run / "checkpoints", 3, config().model, precision)
     assert (
         params["head"]["table"].dtype
         == params["layers"]["mlp"]["up"]["weight"].dtype

@@ -19,6 +19,8 @@ WITHOUT_JAX = (
         "data",
         "checkpoint.steps",
         "experiments.run_folder",
+        "experiments.page",
+        "experiments.page_data",
         "devices.cluster_environment",
         "training.stored_op_times",
     ),

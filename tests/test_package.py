@@ -293,12 +293,12 @@ def test_help_names_the_commands(capsys, argv):
         (
             ["xyz"],
             "'xyz' is an unknown command: use jaxtrain train, data, plan, generate, schedule, "
-            "checkpoint, convert, launch",
+            "checkpoint, convert, launch, compare, page, sweep, track",
         ),
         (
             [""],
             "'' is an unknown command: use jaxtrain train, data, plan, generate, schedule, "
-            "checkpoint, convert, launch",
+            "checkpoint, convert, launch, compare, page, sweep, track",
         ),
         (
             ["--config=tiny"],

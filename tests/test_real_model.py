@@ -77,9 +77,7 @@ def sampler(run: pathlib.Path, step: int) -> tuple[Sampler, Tokenizer]:
     """The model and the tokenizer of a run's checkpoint."""
     checkpoints = run / "checkpoints"
     config, tokenizer = understand(Meta.from_json(read_meta(checkpoints, step)), "", str(run))
-    layout, params = load_parameters(
-        checkpoints, step, config.model, config.precision, independent_replicas=False
-    )
+    layout, params = load_parameters(checkpoints, step, config.model, config.precision)
     return Sampler(layout.parts, params), tokenizer
 
 

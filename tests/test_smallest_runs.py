@@ -186,7 +186,7 @@ ELSEWHERE = {
     "tests/by_hand/fuzz_tokenizers.py": "tests/by_hand/test_fuzz_tokenizers.py",
     **{f"scripts/{name}.sh": "tests/test_scripts.py" for name in ("train", "test", "install")},
     **dict.fromkeys(
-        ("scripts/launch/jobset.yaml", "scripts/launch/jobset_tpu.yaml"),
+        (f"scripts/launch/jobset{end}.yaml" for end in ("", "_tpu", "_sweep")),
         "tests/launch/test_engines.py",
     ),
     **dict.fromkeys(

@@ -167,6 +167,12 @@ def test_metrics_config_and_files_of_a_run(whole):
         for earlier, later in zip(records, records[1:])
     )
     assert 0 < records[0]["wall_s"] < records[-1]["wall_s"] < done.seconds
+    (start,) = map(json.loads, (workdir / "starts.jsonl").read_text().splitlines())
+    assert (start["step"], start["changed"], start["devices"]) == (0, [], "1 × cpu")
+    state = start["memory"]["parameters"] + start["memory"]["moments"]
+    assert 0 < state <= start["compiled_memory"]["arguments"] < 1.2 * state
+    (sample,) = map(json.loads, (workdir / "samples.jsonl").read_text().splitlines())
+    assert sample["step"] == STEPS and done.out.count(sample["prompt"] + sample["text"]) == 1
     assert sum(record["step_time_s"] for record in training) < records[-1]["wall_s"]
     # Evaluated after steps 20, 40 and the last, of which this one alone is saved.
     losses = {
@@ -457,6 +463,8 @@ def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, wor
         at + 7
     ].startswith(" ")
     assert "continuing from step 3" in lines[at:] and min(runs.losses(workdir)) == 1
+    start = json.loads((workdir / "starts.jsonl").read_text().splitlines()[-1])
+    assert (start["step"], start["source"], start["changed"]) == (3, "step 3", changes)
     assert (
         set(range(4, 10)) & set(runs.checkpoints(workdir)) and runs.checkpoints(workdir)[-1] == 10
     )

@@ -1,29 +1,31 @@
-"""`python -m jaxtrain.checkpoint ls | verify | show | diff | prune DIR`: lists, verifies, shows,
-compares and deletes checkpoints. No jax, and no device.
+"""`python -m jaxtrain.checkpoint ls | verify | show | diff | prune | mean DIR`: lists, verifies,
+shows, compares, deletes and averages checkpoints. No device, and no jax but for `mean`.
 
 subject.py finds the checkpoints that DIR stands for.
 """
 
 import contextlib
-import dataclasses
 import datetime
+import functools
 import math
 import os
+import pathlib
 import shlex
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tensorstore as ts
 from etils import epath
 
-from jaxtrain import cli
+from jaxtrain import cli, places
 from jaxtrain.checkpoint import reading, retention, steps, stores, subject
-from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
+from jaxtrain.checkpoint.manifest import DatabaseError
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
-from jaxtrain.config import ConfigError, StoredConfig, UsageError, fields, flag_text, get
+from jaxtrain.config import UsageError, fields, flag_text, get, replace
 from jaxtrain.config.flags import Flag, read_flags
+from jaxtrain.config.rules.resume import violations
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import parse_json
@@ -31,9 +33,9 @@ from jaxtrain.run.metrics import METRICS
 from jaxtrain.run.run_lock import RunLock
 
 DESCRIPTION = """
-Lists, verifies, shows, compares and deletes the checkpoints of a run. DIR is the folder of a run,
-or the folder or address (s3://BUCKET/PATH) of its checkpoints. Except for prune it may also be the
-folder of one step, such as DIR/20.
+Lists, verifies, shows, compares, deletes and averages the checkpoints of runs. DIR is the folder of
+a run, or the folder or address (s3://BUCKET/PATH) of its checkpoints. Except for prune it may also
+be the folder of one step, such as DIR/20.
 
 usage: jaxtrain checkpoint ls DIR                      its steps: size, time, validation loss, and
                                                        which are complete
@@ -45,6 +47,9 @@ usage: jaxtrain checkpoint ls DIR                      its steps: size, time, va
                                                        steps (DIR: its newest complete one)
        jaxtrain checkpoint prune DIR [flags] [--yes]   deletes steps that a policy does not keep,
                                                        broken and unfinished ones
+       jaxtrain checkpoint mean DIR … [--steps=A,B] [--out=NEW]
+                                                       the mean of the parameters of steps of one
+                                                       run or several, as step 0 of a new run
 
 `ls` checks all files but does not read the arrays' numbers; `verify` finds damage to these. `prune`
 says what it would delete, and deletes only with --yes; the newest complete step always stays. No
@@ -73,6 +78,10 @@ FLAGS = {
         Flag("broken", False, "delete the steps that runs have set aside as N.broken-1"),
         Flag("unfinished", False, "delete the remains of saves that did not end"),
         Flag("yes", False, "delete; without it the command only says what it would delete"),
+    ),
+    "mean": (
+        Flag("steps", "", "the steps of each run, such as 80,90,100; empty: all"),
+        Flag("out", "runs/mean", "folder of the new run"),
     ),
 }
 ASK = ("--help", "-h", "--version")
@@ -104,7 +113,7 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
 
     def check(flags: types.SimpleNamespace) -> tuple[list[Subject], types.SimpleNamespace]:
         count = 2 if command == "diff" else 1
-        if len(flags.words) != count:
+        if len(flags.words) != count and command != "mean":
             what = "two steps or runs" if count == 2 else "one folder"
             use = f"jaxtrain checkpoint {command} {'A B' if count == 2 else 'DIR'}"
             raise UsageError(f"{command} is about {what}, not {len(flags.words)}", advice=use)
@@ -258,32 +267,8 @@ def _no_such_step(place: str, present: Sequence[int], step: int) -> NoReturn:
     raise UsageError(f"--step={step} is no checkpoint of {place}{words}", {"step": nearest})
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Opened:
-    """A step that is shown or compared: its folder, meta, config, and arrays by name."""
-
-    folder: epath.Path
-    meta: steps.Meta
-    config: StoredConfig
-    arrays: Mapping[str, ts.TensorStore]
-
-
-def _open(folder: epath.Path) -> Opened:
-    """Raises CheckpointError for a step that cannot be read."""
-    meta = steps.look_at(folder)
-    if isinstance(meta, steps.UnrecognizedEntry):
-        raise steps.CheckpointError(f"{folder} is no complete checkpoint: {meta.why}")
-    try:
-        arrays = reading.open_arrays(folder, read_database(folder / STATE))
-        return Opened(folder, meta, meta.stored_config(), arrays)
-    except ConfigError as error:
-        raise steps.CheckpointError(f"{folder}: its config cannot be read: {error}") from None
-    except DatabaseError as error:
-        raise steps.CheckpointError(f"{folder}: its state {error}") from None
-
-
 def show(of: Subject, flags: types.SimpleNamespace) -> None:
-    step = _open(_step_of(of, flags.step))
+    step = reading.open_step(_step_of(of, flags.step))
     meta = step.meta
     print(
         f"{step.folder}: step {meta.step}, {meta.wall_s:.0f} s of training, corpus "
@@ -310,7 +295,7 @@ def _statistics(array: ts.TensorStore) -> tuple[str, str, str, str]:
 
 
 def diff(one: Subject, other: Subject, flags: types.SimpleNamespace) -> None:
-    a, b = _open(_step_of(one)), _open(_step_of(other))
+    a, b = reading.open_step(_step_of(one)), reading.open_step(_step_of(other))
     print(f"a  {a.folder}: step {a.meta.step}\nb  {b.folder}: step {b.meta.step}")
     for path in fields():
         if get(a.config, path) != get(b.config, path):
@@ -430,6 +415,56 @@ def prune(of: Subject, flags: types.SimpleNamespace) -> None:
     print(f"{len(reasons)} folders, {total} {done}" if reasons else "nothing to delete")
 
 
+# --- mean -----------------------------------------------------------------------------------------
+
+
+# A new run has its own folder, and parameters of one replica.
+OF_ONE_RUN = {
+    "optimizer.ema_decay": 0.0,
+    "train.eval_ema": False,
+    "train.diloco_inner_steps": 0,
+    "train.init_from": "",
+    "checkpoint.directory": "",
+    "checkpoint.local": "",
+    "checkpoint.local_every": 0,
+}
+
+
+def mean(*subjects_and_flags: Any) -> None:
+    *subjects, flags = subjects_and_flags
+    folders: list[epath.Path] = []
+    for of in subjects:
+        present = {folder.name: folder for folder in of.folders()}
+        wanted = [*present] if of.step or not flags.steps else flags.steps.split(",")
+        if missing := [step for step in wanted if step not in present]:
+            rule = f"{missing[0]!r} is no step of {of.directory}"
+            use = ",".join([*present][-max(len(wanted), 2) :])
+            raise cli.FlagsError(f"--steps={flags.steps}: {rule}: use --steps={use}")
+        folders += [present[step] for step in wanted]
+    if len(folders) < 2:
+        raise cli.FlagsError("mean is about several steps, not one: use --steps=A,B or two runs")
+    if os.path.lexists(flags.out) or stores.scheme_of(flags.out):
+        raise cli.FlagsError(f"--out={flags.out} is no new folder: use another name")
+    opened = [reading.open_step(folder) for folder in folders]
+    config = replace(opened[0].config, OF_ONE_RUN)
+    places.check(config, flags.out)
+    for folder, step in zip(folders, opened, strict=True):
+        for violation in violations(opened[0].config, step.config):
+            if (field := violation.field).startswith("model."):
+                values = f"{get(step.config, field)!r}, not {get(opened[0].config, field)!r}"
+                raise cli.FlagsError(f"{folder} has {field}={values}: use steps of one model")
+        if (damage := _verify(folder)) != []:
+            raise steps.CheckpointError(f"{folder}: {(damage or ['it was deleted'])[0]}")
+    from jaxtrain.convert import save_first_step, start_on_host
+
+    start_on_host()
+    from jaxtrain.checkpoint.restoring import mean_state
+
+    tree = functools.partial(mean_state, opened, config.to_store())
+    save_first_step(pathlib.Path(flags.out), config, opened[0].meta.tokenizer, tree)
+    print(f"{flags.out}: step 0 with the mean of {', '.join(map(str, folders))}")
+
+
 # --- output ---------------------------------------------------------------------------------------
 
 
@@ -449,6 +484,7 @@ _COMMANDS: Mapping[str, Callable[..., ExitStatus | None]] = {
     "show": show,
     "diff": diff,
     "prune": prune,
+    "mean": mean,
 }
 
 

@@ -87,6 +87,7 @@ class RunCheckpoints:
         folder, self._step = candidates.chosen.folder, candidates.step
         self._directory, self._config = folder.directory, folder.run.config
         self._corpora, self._new_state = candidates.batches.corpora, candidates.new_state
+        self._origin = candidates.chosen.origin
         self._detector, self._wall_s = detector, wall_s
         self._finite = Finiteness(self._step.mesh)
         settings = self._config.checkpoint
@@ -140,7 +141,7 @@ class RunCheckpoints:
 
     def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
         """Goes back to the newest complete checkpoint from before the detector's fault, or to the
-        initial state if there is no checkpoint at all. Returns the roll-back and the state.
+        run's beginning if there is no checkpoint at all. Returns the roll-back and the state.
 
         A save that is under way is finished first. Later checkpoints are set aside, because their
         steps are trained again. `state` is deleted, to free its memory. Nothing is compiled.
@@ -166,15 +167,15 @@ class RunCheckpoints:
             stored, choice = restore_newest(
                 choice, choose_again, self._directory, *stored_state(self._step)
             )
-            state = with_working(self._step.layout, stored)
+            state, meta = with_working(self._step.layout, stored), choice.meta
         else:
-            state = self._new_state()
-        at = choice.step or 0
+            state, meta = self._new_state(), self._origin.meta
+        at = meta.step
         # Only now that an earlier step is restored: a run that ends before this line finds the
         # later steps at its next start, with the detector's state in them, and decides as here.
         self.persistent.set_aside_after(at, f"the run went back to step {at}")
-        position = choice.meta.position if fault.batch is None else fault.batch + 1
-        detector = DetectorState.from_json(choice.meta.memory)
+        position = meta.position if fault.batch is None else fault.batch + 1
+        detector = DetectorState.from_json(meta.memory)
         rollback = Rollback(fault.at, at, position, fault.why, detector)
         if self._local:
             self._local.give_up(at)

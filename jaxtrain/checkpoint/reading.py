@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import tensorstore as ts
@@ -16,6 +16,7 @@ from etils import epath
 
 from jaxtrain.checkpoint import manifest, retention, steps
 from jaxtrain.checkpoint.stores import kvstore, no_damage
+from jaxtrain.config import ConfigError, StoredConfig
 
 READ_BYTES = 2**27  # the most bytes of pieces that are being read at a time
 
@@ -47,6 +48,30 @@ class Difference:
     count: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpenedStep:
+    """A step whose arrays are read: its folder, meta, config, and arrays by name."""
+
+    folder: epath.Path
+    meta: steps.Meta
+    config: StoredConfig
+    arrays: Mapping[str, ts.TensorStore]
+
+
+def open_step(folder: epath.Path) -> OpenedStep:
+    """A step's meta, config and arrays. Raises CheckpointError for one that cannot be read."""
+    meta = steps.look_at(folder)
+    if isinstance(meta, steps.UnrecognizedEntry):
+        raise steps.CheckpointError(f"{folder} is no complete checkpoint: {meta.why}")
+    try:
+        arrays = open_arrays(folder, manifest.read_database(folder / manifest.STATE))
+        return OpenedStep(folder, meta, meta.stored_config(), arrays)
+    except ConfigError as error:
+        raise steps.CheckpointError(f"{folder}: its config cannot be read: {error}") from None
+    except manifest.DatabaseError as error:
+        raise steps.CheckpointError(f"{folder}: its state {error}") from None
+
+
 def open_arrays(folder: epath.Path, database: manifest.Database) -> dict[str, ts.TensorStore]:
     """Opens the arrays of a step, by name; their numbers are not read yet.
 
@@ -75,7 +100,7 @@ def piece_shape(array: ts.TensorStore) -> tuple[int, ...]:
     return tuple(max(size or 1, 1) for size in array.chunk_layout.read_chunk.shape or ())
 
 
-def _pieces(array: ts.TensorStore) -> Iterator[PieceIndex]:
+def pieces(array: ts.TensorStore) -> Iterator[PieceIndex]:
     """The indices of the pieces in which an array is stored."""
     size = piece_shape(array)
     ranges = [range(0, n, step) for n, step in zip(array.shape, size, strict=True)]
@@ -92,7 +117,7 @@ def read(array: ts.TensorStore) -> Iterator[tuple[PieceIndex, np.ndarray | None]
     read for another reason."""
     bytes_each = math.prod(piece_shape(array)) * array.dtype.numpy_dtype.itemsize
     most = max(READ_BYTES // max(bytes_each, 1), 1)
-    indices = _pieces(array)
+    indices = pieces(array)
     # So many pieces are read ahead that the disk or the store is busy, but no more bytes than
     # READ_BYTES are in memory.
     under_way = collections.deque(

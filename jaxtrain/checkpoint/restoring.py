@@ -1,20 +1,32 @@
 """The arrays of one step: those that its config makes, its state on the devices of a run, and its
-parameters alone. resuming.py chooses the step.
+parameters alone; and the mean of several steps. resuming.py chooses the step.
 """
 
 import dataclasses
 import os
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
 from jax.sharding import Mesh
 
-from jaxtrain.checkpoint import stores
+from jaxtrain.checkpoint import reading, stores
 from jaxtrain.checkpoint.manifest import STATE
 from jaxtrain.checkpoint.regions import StoredArray, stored_arrays
-from jaxtrain.checkpoint.steps import ArrayShapes, CheckpointError, Meta, trained_group
-from jaxtrain.checkpoint.storage import read_tree
+from jaxtrain.checkpoint.steps import (
+    AVERAGE,
+    PARAMETERS,
+    ArrayShapes,
+    CheckpointError,
+    Meta,
+    read_meta,
+    trained_group,
+)
+from jaxtrain.checkpoint.storage import DeferredPiece, HostArray, nested, read_tree, zeros
 from jaxtrain.config import (
     FilledConfig,
     OptimizerConfig,
@@ -31,19 +43,23 @@ from jaxtrain.training.update.optimizer import Optimizer
 # --- the arrays that a config makes ---------------------------------------------------------------
 
 
-def wrong_arrays(meta: Meta, stored: ArrayShapes, trained_alone: bool = False) -> str:
+def wrong_arrays(
+    meta: Meta, stored: ArrayShapes, trained_alone: bool = False, average: bool = False
+) -> str:
     """The first array of a state that is missing, is not as the config in its meta makes it, or is
     none of that config's, in words; "" if there is none.
 
-    stored: array → shape; trained_alone: look only at the parameters that are evaluated and used.
+    stored: array → shape; trained_alone: look only at the parameters that are used, or at their
+      average.
     """
     config = meta.stored_config()
     # each of these layers has arrays of its own, and no more of them are laid out
     if config.model.dense_layers + config.model.mtp_depth > len(stored):
         return "its state has fewer arrays than its config's model has layers"
-    trained = f"{trained_group(config.train.diloco_inner_steps > 0)}/"
+    trained = f"{trained_group(config.train, average)}/"
     if trained_alone:  # whatever the optimizer: one of one's own need not be there
-        config = with_values(config, optimizer=OptimizerConfig())
+        decay = config.optimizer.ema_decay
+        config = with_values(config, optimizer=OptimizerConfig(ema_decay=decay))
     expected = expected_shapes(config)
     # a parameter that is too many has moments, which are named after it
     for name in sorted({*expected, *stored}, key=lambda name: (not name.startswith(trained), name)):
@@ -82,7 +98,8 @@ def expected_arrays(config: FilledConfig) -> list[StoredArray]:
 
 
 def restore(directory: str | os.PathLike, step: int, abstract: Any, stored: Any) -> Any:
-    """The state of a step, laid out as `abstract` says; padding is zero.
+    """The state of a step, laid out as `abstract` says; padding is zero. An average that the step
+    does not have begins with its parameters.
 
     Args:
       directory: the folder of the steps.
@@ -100,6 +117,13 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored: Any)
         raise CheckpointError(f"{steps_folder} has no checkpoint of step {step}")
     # An array on disk is a leaf: its file is filled where it is, and the same object comes back.
     arrays = stored_arrays(abstract, stored)
+    averages = any(array.name.startswith(f"{AVERAGE}/") for array in arrays)
+    if (
+        averages
+        and not Meta.from_json(read_meta(steps_folder, step)).stored_config().optimizer.ema_decay
+    ):
+        begins = lambda name: re.sub(f"^{AVERAGE}/", f"{PARAMETERS}/", name)
+        arrays = [dataclasses.replace(array, name=begins(array.name)) for array in arrays]
     return jax.tree.unflatten(
         jax.tree.structure(abstract, is_leaf=is_on_disk), read_tree(folder, arrays)
     )
@@ -113,15 +137,14 @@ def load_parameters(
     step: int,
     model: ResolvedModel,
     precision: PrecisionConfig,
-    independent_replicas: bool,
+    group: str = PARAMETERS,
     mesh: Mesh | None = None,
 ) -> tuple[ParameterLayout, dict]:
     """A step's model and parameters for use without training, whatever mesh and schedule saved them
     → (layout, {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}). layout: as stored,
     with a dimension of stages before the layers.
 
-    The modules that predict further tokens, which only training needs, are left out. Parameters of
-    independent replicas are those of the last exchange.
+    The modules that predict further tokens, which only training needs, are left out.
 
     Matrices come in the compute type, in which the model uses them. Vectors stay as stored, and so
     does the embedding, of which only a few rows are read (and whose rows the devices of `model` add
@@ -130,7 +153,7 @@ def load_parameters(
     Args:
       directory: the folder of checkpoints.
       model, precision: of the config in the step's meta.
-      independent_replicas: replicas had parameters of their own (DiLoCo).
+      group: the parameters, as of `steps.trained_group`.
       mesh: has no axes of several devices but `model`, whose size must divide heads, key/value
         heads and the MLP, and `context`, along which parameters are replicated. Default: one
         device.
@@ -147,8 +170,9 @@ def load_parameters(
         layout.shapes,
         layout.shardings,
     )
-    name = trained_group(independent_replicas)
-    restored = restore(directory, step, {name: abstract}, {name: stored_parameters(layout)})[name]
+    restored = restore(directory, step, {group: abstract}, {group: stored_parameters(layout)})[
+        group
+    ]
     specs, layers = layout.specs, restored["layers"].pop("0")
     compute = jnp.dtype(precision.compute)
     with jax.set_mesh(mesh):  # the caller may be inside another one
@@ -174,3 +198,35 @@ def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:
             out[name] = params.pop(name)[stage]
             out[name] = out[name].astype(compute) if specs[name].cast else out[name]
     return out
+
+
+# --- the mean of several steps --------------------------------------------------------------------
+
+
+def mean_state(steps: Sequence[reading.OpenedStep], config: FilledConfig) -> dict:
+    """The nested dict of HostArrays of a state before its first step, whose parameters are the mean
+    of those of several steps. They are read, added up in float64 and written a piece at a time.
+
+    steps: of one model; config: of the state, without independent replicas
+    """
+    stored = {}
+    for array in expected_arrays(config):
+        group, _, name = array.name.partition("/")
+        stored[array.name] = zeros(array)
+        if group == PARAMETERS:
+            sources = [s.arrays[f"{trained_group(s.config.train)}/{name}"] for s in steps]
+            stored[array.name] = _mean(sources, array)
+    return nested(stored)
+
+
+def _mean(sources: Sequence[ts.TensorStore], array: StoredArray) -> HostArray:
+    def read(window: Sequence[range], target: np.ndarray) -> None:
+        index = tuple(slice(span.start, span.stop) for span in window)
+        pieces = (np.asarray(source[index].read().result(), np.float64) for source in sources)
+        target[...] = sum(pieces) / len(sources)
+
+    blocks = [
+        (index, DeferredPiece(read, [range(s.start, s.stop) for s in index], array.dtype))
+        for index in reading.pieces(sources[0])
+    ]
+    return HostArray(array.shape, array.dtype, reading.piece_shape(sources[0]), blocks)

@@ -181,17 +181,23 @@ class CheckpointFolder:
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChosenStep:
     """The persistent checkpoint that a run resumes from, unless its arrays turn out to be damaged
-    or a local one is newer; `choice.step` is None for a new run."""
+    or a local one is newer; `choice.step` is None for a new run.
+
+    origin: where the run begins that has no checkpoint: with another run's step
+        (phases/run_state.py)
+    """
 
     folder: CheckpointFolder
     choice: StepChoice
+    origin: StartPoint = StartPoint()
 
     @property
     def start(self) -> StartPoint:
         """The start of a run from this checkpoint."""
-        step = self.choice.step
-        source = "" if step is None else f"step {step}"
-        return StartPoint(step or 0, self.choice.meta, source, self.choice.unrecognized)
+        choice = self.choice
+        if choice.step is None:
+            return dataclasses.replace(self.origin, unrecognized=choice.unrecognized)
+        return StartPoint(choice.step, choice.meta, f"step {choice.step}", choice.unrecognized)
 
     def check_corpora(self, batches: TrainingBatches) -> None:
         """Raises ConfigError if a corpus of the checkpoint is another one at another path, or if
@@ -246,11 +252,16 @@ class ChosenStep:
         """Lists the settings that differ from those of the checkpoint."""
         if not self.choice.step:
             return
-        if changed := changes(self.choice.meta.stored_config(), self.folder.run.config):
+        stored, config = self.choice.meta.stored_config(), self.folder.run.config
+        if changed := changes(stored, config):
             cluster.log(
                 f"changed since the checkpoint of step {self.choice.step}:",
                 *(f"  {change}" for change in changed),
             )
+        if config.optimizer.ema_decay and not stored.optimizer.ema_decay:
+            cluster.log(f"the average begins with the parameters of step {self.choice.step}")
+        if stored.optimizer.ema_decay and not config.optimizer.ema_decay:
+            cluster.log("the average of the parameters is dropped: optimizer.ema_decay=0")
 
     def candidates(
         self, step: Step, batches: TrainingBatches, new_state: Callable[[], TrainState]

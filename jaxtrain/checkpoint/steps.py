@@ -27,7 +27,7 @@ from typing import Any
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, stores
-from jaxtrain.config import ConfigError, StoredConfig, from_dict
+from jaxtrain.config import ConfigError, StoredConfig, TrainConfig, from_dict
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, parse_json, read_json
 
@@ -37,18 +37,19 @@ STEP_NAME = re.compile("0|[1-9][0-9]{0,9}")
 
 VERSION = 4  # of the metas that this code writes
 IN_WINDOWS = 4  # from this one on large corpora are read in windows (data/order.py)
-# Groups of a state's arrays, before the "/" of their names: the parameters of all replicas, and
-# those of independent replicas' last exchange (training/update/diloco.py).
-PARAMETERS, ANCHOR = "params", "anchor"
+# Groups of a state's arrays, before the "/" of their names: the parameters of all replicas, those
+# of independent replicas' last exchange (training/update/diloco.py), and the average of the
+# parameters (`optimizer.ema_decay`).
+PARAMETERS, ANCHOR, AVERAGE = "params", "anchor", "ema"
 
 # The keys that a complete step's meta has, with their types.
 TO_TRAIN: Mapping[str, type] = {"config": dict, "step": int, "checksum": str, "tokenizer": dict}
 _TYPES = {dict: "an object", int: "an integer", str: "a string"}
 
 
-def trained_group(independent_replicas: bool) -> str:
-    """The group of the parameters that are evaluated and used."""
-    return ANCHOR if independent_replicas else PARAMETERS
+def trained_group(train: TrainConfig, average: bool = False) -> str:
+    """The group of the parameters that are used; average: of those of `optimizer.ema_decay`."""
+    return AVERAGE if average else ANCHOR if train.diloco_inner_steps else PARAMETERS
 
 
 class CheckpointError(RunError):

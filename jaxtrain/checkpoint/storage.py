@@ -18,6 +18,7 @@ HostArrayHandler.serialize, and that `_write`, when saving.py saves the tree.
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class HostArray:
     shape: tuple[int, ...]
     dtype: np.dtype
     piece: tuple[int, ...]
-    blocks: list[tuple[tuple, np.ndarray]]
+    blocks: list[tuple[tuple, Any]]
 
 
 class HostArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -192,6 +193,31 @@ class DeferredBlock:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.disk.read(self.block)[self.local]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeferredPiece:
+    """A piece of a stored array that is read when it is written. It has what TensorStore and
+    `_write` ask of an array. read: fills an array with the numbers of a window"""
+
+    read: Callable[[Sequence[range], np.ndarray], None]
+    window: Sequence[range]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(map(len, self.window)) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        piece = np.empty([len(span) for span in self.window], self.dtype)
+        self.read(self.window, piece)
+        return piece
+
+
+def zeros(array: StoredArray) -> HostArray:
+    """An array of zeros, which take no memory."""
+    numbers = np.broadcast_to(np.zeros((), array.dtype), array.shape)
+    return HostArray(array.shape, array.dtype, piece_shape(array), [((...,), numbers)])
 
 
 def _blocks_on_disk(

@@ -38,13 +38,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A command's own flag, `--name=value`, of the type of its default: bool, int, float or str.
+    """A command's own flag, `--name=value`, of the type of its default: bool, int, float or str; or
+    the texts of each time that it is given, if the default is a tuple.
 
     The default is always allowed, even outside of the bounds (such as 0 for "none").
     """
 
     name: str
-    default: bool | int | float | str
+    default: bool | int | float | str | tuple[str, ...]
     doc: str
     at_least: float | None = None
     at_most: int = cfg.LARGEST_INT  # of whole numbers
@@ -182,6 +183,8 @@ def read_flags(
             texts.pop(name, None)
         elif path:
             reading.overrides.append((path, value))
+        elif isinstance(defaults[name], tuple):
+            texts[name] = (*texts.get(name, ()), value)
         else:
             texts[name] = value
     reading.errors += missing.values()

@@ -47,6 +47,8 @@ class OptimizerRecord:
                  depends on all numbers of a layer's parameter.
     momentum:    (tree of the state, settings → factor): after the first step that tree is the
                  clipped gradient times the factor; None if no tree is
+    mup:         (settings, a parameter's mup_rate and mup_size) → μP's factor on its directions
+                 (models/mup.py), here that of directions whose numbers are about 1
     fixed:       settings on which the shapes of the state depend: a resumed run keeps them
     rest:        of parameters that are no matrices between activations (models/spec.py:
                  Spec.orthogonalized), with a state of as many arrays. The others' directions are
@@ -61,6 +63,7 @@ class OptimizerRecord:
     passes: int
     elementwise: bool = True
     momentum: tuple[str, Callable[[Any], float]] | None = None
+    mup: Callable[[Any, float, float], float] = lambda settings, rate, size: rate
     fixed: tuple[str, ...] = ()
     rest: "OptimizerRecord | None" = None
 
@@ -189,6 +192,8 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
             state=_factored,
             passes=6,  # the gradient for means, for the update and for its clipping; its scale
             elementwise=False,
+            # with parameter_scale a direction has the parameter's size already
+            mup=lambda s, rate, size: rate / size if s.parameter_scale else rate,
             fixed=("factored_size",),
         ),
         OptimizerRecord(
@@ -211,6 +216,8 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
             passes=6,  # the gradient for the momentum, the direction there and back
             elementwise=False,
             momentum=("mu", lambda s: 1 - s.momentum),
+            # a direction's spectral norm grows with the root of the width
+            mup=lambda settings, rate, size: size,
             rest=OptimizerRecord(
                 "adamw",
                 "with Nesterov's momentum, as optax.contrib.muon has it",

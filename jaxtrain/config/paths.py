@@ -14,6 +14,7 @@ from jaxtrain.config.groups.model_settings import ENTRIES, MOST_LAYERS
 from jaxtrain.config.groups.setting import LARGEST_INT, as_entries, setting_of, with_values
 from jaxtrain.config.states import Config
 
+FORK = "fork"  # in a run's config.json: what it has inherited from another run, and no settings
 EXPONENTS = {"k": "e3", "K": "e3", "M": "e6", "B": "e9", "T": "e12"}
 
 # Settings whose items are NAME=VALUE. A flag may have one of them: --config.model.kinds.NAME=VALUE.
@@ -117,6 +118,8 @@ def from_dict(values: dict[str, Any]) -> Config:
     groups = {group.name: cast(Any, group.type) for group in dataclasses.fields(Config)}
     given = {}
     for group, settings in _migrated(values).items():
+        if group == FORK:
+            continue
         if group not in groups:
             near = nearly(str(group), groups, 0.7)
             raise ConfigError(str(group), settings, "is an unknown group of settings", near)

@@ -20,6 +20,7 @@ from typing import Any
 from jaxtrain.config import Config, from_dict, get, replace, to_dict
 from jaxtrain.config.errors import UsageError, cut, nearly
 from jaxtrain.config.own_code import SHIPPED, line_in
+from jaxtrain.config.paths import FORK
 
 DEFAULT_RECIPE = "tiny"
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
@@ -107,9 +108,10 @@ def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
     ]
 
 
-def config_text(config: Config) -> str:
-    """The text of a run's config.json, which `load_recipe` reads."""
-    return json.dumps(to_dict(config), indent=2) + "\n"
+def config_text(config: Config, fork: dict[str, Any] | None = None) -> str:
+    """The text of a run's config.json, which `load_recipe` reads. fork: what the run has inherited
+    from another one"""
+    return json.dumps(to_dict(config) | ({FORK: fork} if fork else {}), indent=2) + "\n"
 
 
 def recipe_text(config: Config, doc: str) -> str:
@@ -220,8 +222,10 @@ def _with_code_beside(folder: pathlib.Path, config: Config) -> Config:
         setting, equals, value = text.partition("=")
         return setting + equals + full_path(value)
 
-    names = ("model.block", "model.mixer", "train.loss", "optimizer.name", "data.filter")
-    changes: dict[str, Any] = {path: full_path(get(config, path)) for path in names}
+    names = ("model.block", "model.mixer", "train.loss", "train.evaluate", "optimizer.name")
+    changes: dict[str, Any] = {
+        path: full_path(get(config, path)) for path in (*names, "data.filter")
+    }
     for path in ("model.kinds", "data.sources", "data.validation"):
         if isinstance(entries := get(config, path), tuple):
             changes[path] = tuple(map(entry, entries))

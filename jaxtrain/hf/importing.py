@@ -21,10 +21,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.regions import StoredArray, cut_piece, piece_shape, stored_arrays
+from jaxtrain.checkpoint.regions import StoredArray, cut_piece, stored_arrays
 from jaxtrain.checkpoint.restoring import expected_arrays
-from jaxtrain.checkpoint.steps import ANCHOR, PARAMETERS
-from jaxtrain.checkpoint.storage import HostArray, Views, nested, on_devices
+from jaxtrain.checkpoint.steps import ANCHOR, AVERAGE, PARAMETERS
+from jaxtrain.checkpoint.storage import (
+    DeferredPiece,
+    HostArray,
+    Views,
+    nested,
+    on_devices,
+    zeros,
+)
 from jaxtrain.config import FilledConfig, ResolvedConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
@@ -266,7 +273,7 @@ def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
     return {
         f"{group}/{name}": PublishedArray(weights, by_index)
         for name, by_index in by_array.items()
-        for group in (PARAMETERS, ANCHOR)
+        for group in (PARAMETERS, ANCHOR, AVERAGE)
     }
 
 
@@ -318,38 +325,13 @@ def _fill(numbers: PublishedArray | None, lead: int, views: Views) -> None:
 # --- on the host, for a checkpoint ----------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class DeferredPiece:
-    """A piece of a stored array that is read when it is written. It has what TensorStore and
-    storage.py ask of an array."""
-
-    numbers: PublishedArray
-    window: TensorRegion
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(map(len, self.window)) * self.dtype.itemsize
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        piece = np.empty([len(span) for span in self.window], self.dtype)
-        self.numbers.read(self.window, piece)
-        return piece
-
-
 def state_on_host(weights: PublishedWeights) -> dict:
     """The nested dict of HostArrays of a state before its first step."""
     stored, published = {}, published_arrays(weights)
     for array in weights.arrays:
         numbers = published.get(array.name)
-        stored[array.name] = _zeros(array) if numbers is None else _deferred(array, numbers)
+        stored[array.name] = zeros(array) if numbers is None else _deferred(array, numbers)
     return nested(stored)
-
-
-def _zeros(array: StoredArray) -> HostArray:
-    """An array of zeros, which take no memory."""
-    numbers = np.broadcast_to(np.zeros((), array.dtype), array.shape)
-    return HostArray(array.shape, array.dtype, piece_shape(array), [((...,), numbers)])
 
 
 def _deferred(array: StoredArray, numbers: PublishedArray) -> HostArray:
@@ -368,6 +350,6 @@ def _deferred(array: StoredArray, numbers: PublishedArray) -> HostArray:
             for at, step, size in zip(corner, piece, shape, strict=True)
         ]
         index = tuple(slice(span.start, span.stop) for span in window)
-        deferred = DeferredPiece(numbers, window, array.dtype)
+        deferred = DeferredPiece(numbers.read, window, array.dtype)
         blocks += [((*replica, *index), deferred) for replica in np.ndindex(lead)]
     return HostArray(array.shape, array.dtype, (*[1] * len(lead), *piece), blocks)

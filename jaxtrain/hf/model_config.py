@@ -20,7 +20,7 @@ from jaxtrain.hf.quantization import read_quantization
 FREE = frozenset(
     "attention_backward attention_kernel balance_loss balance_rate capacity_factor "
     "dropout_attention dropout_embedding dropout_residual expert_room init_std loss_chunk "
-    "mtp_weight z_loss".split()
+    "mtp_weight mup_base_head_dim mup_base_width z_loss".split()
 )
 
 

@@ -10,6 +10,7 @@ from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import ATTENTION, QKV
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
+from jaxtrain.models.mup import score_multiplier
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheArray, Spec, parameter
 from jaxtrain.parallel.attention import kv_cache
@@ -39,10 +40,11 @@ class Attention(nnx.Module):
         self.settings = AttentionSettings.of(cfg, context)
         self.sinks = parameter(Spec((cfg.heads,), ("heads",))) if cfg.sinks else None
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-        dense = lambda size, axis: Dense(
-            d, size, ("width", axis), cfg.init_std, "qkv" in cfg.biases
+        dense = lambda size, axis, multiplier=1.0: Dense(
+            d, size, ("width", axis), cfg.init_std, "qkv" in cfg.biases, multiplier
         )
-        self.query = dense(n, "heads")
+        multiplier = score_multiplier(cfg)
+        self.query = dense(n, "heads", 1.0 if cfg.qk_norm else multiplier)
         self.key, self.value = dense(k, "kv_heads"), dense(k, "kv_heads")
         self.gate = dense(n, "heads") if cfg.attention_gate else None
         self.out = Dense(n, d, ("heads", "width"), residual_std, "out" in cfg.biases)
@@ -50,7 +52,7 @@ class Attention(nnx.Module):
         over_query, over_key = ((self.head_dim, "latent"),) * 2
         if self.norm_over == "projection":
             over_query, over_key = (n, "heads"), (k, "kv_heads")
-        self.query_norm = Norm(cfg, *over_query) if self.norm_over else None
+        self.query_norm = Norm(cfg, *over_query, multiplier=multiplier) if self.norm_over else None
         self.key_norm = Norm(cfg, *over_key) if self.norm_over else None
 
     def project(self, x_BTD, positions_BT):

@@ -27,6 +27,7 @@ from jaxtrain.config import ResolvedModel
 from jaxtrain.config.saved_values import ATTENTION, LATENT, QKV
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, named
+from jaxtrain.models.mup import score_multiplier
 from jaxtrain.models.rotary import Rotary, score_factor
 from jaxtrain.models.spec import CacheArray
 from jaxtrain.parallel.attention import kv_cache
@@ -55,8 +56,8 @@ class LatentAttention(nnx.Module):
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         compressed = q + self.rank + self.rope_dim
         query, key_value = self.head_dim + self.rope_dim, self.head_dim + cfg.value_head_dim
-        dense = lambda n_in, n_out, *axes, bias=False, columns=(): Dense(
-            n_in, n_out, axes, cfg.init_std, bias, columns
+        dense = lambda n_in, n_out, *axes, bias=False, multiplier=1.0, columns=(): Dense(
+            n_in, n_out, axes, cfg.init_std, bias, multiplier, columns
         )
         norm = lambda size: Norm(cfg, size, "latent", cfg.latent_norm_epsilon)
         # Its result stays split along the sequence, as x is: the weight is small, and every device
@@ -66,7 +67,13 @@ class LatentAttention(nnx.Module):
             d, compressed, "width", "latent", bias="qkv" in cfg.biases, columns=latents
         )
         self.query_norm, self.norm = norm(q) if q else None, norm(self.rank)
-        self.query = dense(q or d, n * query, "latent" if q else "width", "heads")
+        self.query = dense(
+            q or d,
+            n * query,
+            "latent" if q else "width",
+            "heads",
+            multiplier=score_multiplier(cfg),
+        )
         keys_and_values = self.head_dim, cfg.value_head_dim
         self.expand = dense(self.rank, n * key_value, "latent", "heads", columns=keys_and_values)
         self.out = Dense(

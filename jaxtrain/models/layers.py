@@ -35,14 +35,27 @@ GATHERED = ("batch", "token", None)  # activations inside a block
 
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension,
-    computed in float32. Its factor is `scale`, or with `one_plus` 1 + `scale`, as in Gemma."""
+    computed in float32. Its factor is `scale`, or with `one_plus` 1 + `scale`, as in Gemma.
 
-    def __init__(self, cfg: ResolvedModel, size=0, axis="width", epsilon=0.0):
+    multiplier: μP's factor on its result (models/mup.py)
+    columns: of several matrices side by side, as in Spec
+    """
+
+    def __init__(self, cfg: ResolvedModel, size=0, axis="width", epsilon=0.0, multiplier=1.0):
         self.kind, self.epsilon = cfg.norm, epsilon or cfg.norm_epsilon
         self.one_plus = cfg.norm_weight == "one_plus"
-        shape, with_bias = (size or cfg.width,), "norm" in cfg.biases
-        self.scale = parameter(Spec(shape, (axis,), constant=0.0 if self.one_plus else 1.0))
-        self.bias = parameter(Spec(shape, (axis,))) if with_bias else None
+        with_bias = "norm" in cfg.biases
+        vector = lambda value: parameter(
+            Spec(
+                (size or cfg.width,),
+                (axis,),
+                constant=value,
+                mup_rate=multiplier,
+                mup_size=multiplier,
+            )
+        )
+        self.scale = vector(multiplier - 1.0 if self.one_plus else multiplier)
+        self.bias = vector(0.0) if with_bias else None
 
     def __call__(self, x: jax.Array, change=lambda scale: scale) -> jax.Array:
         """x [..., D] → the same shape and dtype. change(a): what is used in place of scale or bias
@@ -164,12 +177,17 @@ class Dense(nnx.Module):
 
     How `model` splits the matrix decides how it is used: not at all by a call, by its rows with
     `row_parallel`, by its columns with `column_parallel`.
+
+    multiplier: μP's factor on its result (models/mup.py)
+    columns: of several matrices side by side, as in Spec
     """
 
-    def __init__(self, n_in, n_out, axes, std, bias, columns=()):
-        spec = Spec((n_in, n_out), axes, std=std, product=True, columns=columns)
-        self.weight = parameter(spec)
-        self.bias = parameter(Spec((n_out,), axes[1:])) if bias else None
+    def __init__(self, n_in, n_out, axes, std, bias, multiplier=1.0, columns=()):
+        mup = {"mup_rate": multiplier, "mup_size": multiplier}
+        shape, std = (n_in, n_out), std * multiplier
+        weight = Spec(shape, axes, std=std, product=True, columns=columns, **mup)
+        self.weight = parameter(weight)
+        self.bias = parameter(Spec((n_out,), axes[1:], **mup)) if bias else None
 
     def __call__(self, x_BTI: jax.Array) -> jax.Array:
         """Multiplies each token on its own device; every device has the full matrix."""

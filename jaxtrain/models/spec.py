@@ -35,6 +35,9 @@ class Spec:
     vectors:  each last dimension is a vector of its own, such as an expert's bias
     columns:  where several matrices stand side by side, the columns of each; they repeat to the end
         of the last dimension, as keys and values do in each head
+    mup_rate: μP's factor on updates whose numbers are of the learning rate's size
+        (models/mup.py)
+    mup_size: μP's factor on the initial values, which `std` or `constant` has already
 
     Raises ValueError for axes that do not fit the shape, and for padding of any dimension but the
     first.
@@ -51,6 +54,8 @@ class Spec:
     counts: bool = False
     vectors: bool = False
     columns: tuple[int, ...] = ()
+    mup_rate: float = 1.0
+    mup_size: float = 1.0
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):

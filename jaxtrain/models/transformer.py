@@ -40,6 +40,7 @@ from jaxtrain.models.layers import (
     named,
 )
 from jaxtrain.models.moe import MoE
+from jaxtrain.models.mup import growth, parametrized
 from jaxtrain.models.own_module import OwnModule
 from jaxtrain.models.spec import Parameter, Spec, binder, parameter, specs
 from jaxtrain.parallel.dropout import AFTER_ATTENTION, AFTER_MLP, dropout
@@ -233,13 +234,18 @@ def _vocabulary_logits_backward(saved, g_BCV):
 vocabulary_logits.defvjp(_vocabulary_logits, _vocabulary_logits_backward)
 
 
+def head_norm(cfg: ResolvedModel) -> Norm:
+    """The norm in front of the output matrix, with μP's factor on the logits."""
+    return Norm(cfg, multiplier=1 / growth(cfg))
+
+
 class Head(nnx.Module):
     """Final norm and the projection to the vocabulary, then the logits' factor and bound. A tied
     head has no table and is called with the embedding's."""
 
     def __init__(self, cfg: ResolvedModel, padded: int, vocab: str = "vocab"):
         self.vocab_size, self.padded = cfg.vocab_size, padded != cfg.vocab_size
-        self.norm, self.scale, self.softcap = Norm(cfg), cfg.logit_scale, cfg.logit_softcap
+        self.norm, self.scale, self.softcap = head_norm(cfg), cfg.logit_scale, cfg.logit_softcap
         self.table = None if cfg.tied_embeddings else _table(cfg, padded, vocab)
 
     def __call__(self, x_BCD, tied_table=None, first_row=0) -> jax.Array:
@@ -332,7 +338,7 @@ def build(
     """
     padded = padded_vocabulary(cfg.vocab_size, model_shards * stage_shards)
     vocab = "staged_vocab" if stage_shards > 1 else "vocab"
-    embedder, head, norm = Embedder(cfg, padded, vocab), Head(cfg, padded, vocab), Norm(cfg)
+    embedder, head, norm = Embedder(cfg, padded, vocab), Head(cfg, padded, vocab), head_norm(cfg)
     kinds = kinds_of_layers(cfg)
     blocks = {
         kind: block_of(of_kind(cfg, kind), context, batch_size, expert_nodes)
@@ -355,7 +361,7 @@ def build(
         tree["predictors"] = {str(d): dict(module) for d in range(cfg.mtp_depth)}
     return ModelParts(
         cfg,
-        tree,
+        parametrized(cfg, tree),
         binder(embedder),
         {kind: binder(block) for kind, block in dense_blocks.items()},
         {kind: binder(block) for kind, block in blocks.items()},

@@ -7,6 +7,7 @@ import jax
 from etils import epath
 
 from jaxtrain.checkpoint.restoring import load_parameters
+from jaxtrain.checkpoint.steps import trained_group
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.own_code import OwnCodeError
 from jaxtrain.data.corpora import Corpora
@@ -16,7 +17,7 @@ from jaxtrain.devices import cluster
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.generation.text import sample_text
 from jaxtrain.models.own_module import without_cache
-from jaxtrain.run.files import warned
+from jaxtrain.run.files import SAMPLES_FILE, append_record, warned
 from jaxtrain.run.metrics import METRICS, plot_losses
 from jaxtrain.run.next_commands import next_commands
 
@@ -34,10 +35,11 @@ def log_results(
     config: ResolvedConfig,
     corpora: Corpora,
     checkpoints: epath.Path,
+    folder: pathlib.Path,
     validation_loss: float | None,
 ) -> None:
     """Logs, in process 0, the last validation loss next to the corpus's entropy, and a sample of
-    the last checkpoint's model"""
+    the last checkpoint's model, which samples.jsonl in the run's folder has, too."""
     if not cluster.is_main():
         return
     if validation_loss is not None:
@@ -63,10 +65,10 @@ def log_results(
     # only its shards of the state.
     layout, params = load_parameters(
         checkpoints,
-        train.steps,
+        train.last_step,
         config.model,
         config.precision,
-        independent_replicas=train.diloco_inner_steps > 0,
+        trained_group(train, train.eval_ema),
     )
     sampler = Sampler(layout.parts, params, jax.numpy.dtype(config.precision.compute))
     text = sample_text(
@@ -77,6 +79,17 @@ def log_results(
         Sampling(SAMPLE_TEMPERATURE, seed=train.seed),
     )
     cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
+    sample = {"prompt": train.sample_prompt, "text": text, "temperature": SAMPLE_TEMPERATURE}
+    append_record(folder / SAMPLES_FILE, {"step": train.steps} | sample, cluster.log)
+
+
+def all_done(
+    config: ResolvedConfig, folder: pathlib.Path, steps: int, tokenizer: Tokenizer
+) -> list[str]:
+    """Lines for a run that has taken its steps before."""
+    setting = "stop_at" if config.train.last_step < config.train.steps else "steps"
+    says = f"{folder} already has its {steps} steps: raise train.{setting} to go on"
+    return [says, *what_next(config, folder, tokenizer)]
 
 
 def what_next(config: ResolvedConfig, folder: pathlib.Path, tokenizer: Tokenizer) -> list[str]:
@@ -88,7 +101,10 @@ def what_next(config: ResolvedConfig, folder: pathlib.Path, tokenizer: Tokenizer
     if model.positions == "learned":
         free = model.max_positions - 1 - len(str(generate["prompt"]).encode())
         generate["tokens"] = max(1, min(100, free))
-    train_on: dict[str, object] = {"config.train.steps": 2 * train.steps}
+    stops = train.last_step < train.steps
+    train_on: dict[str, object] = (
+        {"config.train.stop_at": 0} if stops else {"config.train.steps": 2 * train.steps}
+    )
     if jax.process_count() == 1 and jax.default_backend() == "cpu":
         train_on["cpu_devices"] = jax.device_count()
     return next_commands(str(folder), generate, train_on, jax.process_count())

@@ -173,9 +173,10 @@ def when_compiled(
 
 def beginning(train: TrainConfig, start: StartPoint) -> str:
     """A line with the source of the state."""
-    origin = train.init_from
+    origin = train.init_from or train.fork_from
     if start.resumes:
-        rest = f"; train.init_from={origin} is passed over" if origin else ""
+        setting = "init_from" if train.init_from else "fork_from"
+        rest = f"; train.{setting}={origin} is passed over" if origin else ""
         return f"continuing from {start.source}{rest}"
     return f"starting: weights from {origin or f'seed {train.seed}'}"
 

@@ -17,8 +17,10 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-# in a run's folder: its settings, and its planned step beside the measured one
+# in a run's folder: its settings, its planned step beside the measured one, a line for each start,
+# and one for the text that each end has sampled
 CONFIG_FILE, PLANNED = "config.json", "planned.json"
+STARTS_FILE, SAMPLES_FILE = "starts.jsonl", "samples.jsonl"
 TRIAL_BYTES = 4096  # a full disk still takes an empty file
 TRIAL_NAME = ".can_be_written"
 # Bounds of a file that is read as a whole: published tokenizers have up to 35 MB, and JSON takes
@@ -87,6 +89,12 @@ class LineFile:
             self._descriptor = None
 
 
+def append_record(path: pathlib.Path, record: Any, log: Callable[[str], object]) -> None:
+    """Appends a record to a file of JSON lines, as LineFile does."""
+    with contextlib.closing(LineFile(path, log)) as file:
+        file.write(json.dumps(record))
+
+
 @contextlib.contextmanager
 def warned(path: pathlib.Path, log: Callable[[str], object]) -> Iterator[None]:
     """A context that writes a file which the run can do without: an OSError becomes a warning."""
@@ -117,17 +125,15 @@ def without_new_folders(*folders: pathlib.Path) -> Iterator[None]:
                 each.rmdir()
 
 
-def read_json_lines(path: pathlib.Path) -> list[Any]:
+def read_json_lines(path: pathlib.Path) -> Iterator[Any]:
     """The JSON values of a file's lines, none if there is no file. A line that a kill has cut off
     is left out."""
-    values: list[Any] = []
     if not path.is_file():
-        return values
+        return
     with open_regular(path, path.parent) as file:
         while line := file.readline(MOST_LINE):
             with contextlib.suppress(ValueError):
-                values.append(parse_json(line))
-    return values
+                yield parse_json(line)
 
 
 def fresh(path: Any) -> Any:

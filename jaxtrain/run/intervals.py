@@ -18,18 +18,20 @@ class Intervals:
     exchange_every: int  # 0: replicas are not independent, and never exchange
     save_locally_every: int = 0  # 0: never
     compare_every: int = 0  # 0: copies of parameters are never compared
+    of_all: int = 0  # the last step that any start of the run takes; 0: `last`
 
     @classmethod
     def of(cls, train: TrainConfig, checkpoint: CheckpointConfig, log_every: int) -> "Intervals":
         """The intervals that the settings have. log_every: metrics.log_every."""
         return cls(
-            train.steps,
+            train.last_step,
             save_every=checkpoint.every,
             evaluate_every=train.eval_every,
             log_every=log_every,
             exchange_every=train.diloco_inner_steps,
             save_locally_every=checkpoint.local_every,
             compare_every=train.hash_every,
+            of_all=train.steps,
         )
 
     def saves(self, at: int) -> bool:
@@ -44,7 +46,8 @@ class Intervals:
         return self._due(at, self.evaluate_every)
 
     def exchanges(self, at: int) -> bool:
-        return self.exchange_every > 0 and self._due(at, self.exchange_every)
+        is_last = at == (self.of_all or self.last)
+        return self.exchange_every > 0 and (is_last or at % self.exchange_every == 0)
 
     def steps_until(self, at: int, most: int, stops: Callable[[int], bool]) -> int:
         """The number of steps, at most `most`, after step `at` until something has to be done

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -200,6 +201,16 @@ METRICS = {
         host,
         group="validation",
     ),
+    "evaluation/NAME": Metric(
+        "", "that of `train.evaluate`, by the name that it returns", host, group="validation"
+    ),
+    "ema_decay": Metric(
+        "",
+        "`optimizer.ema_decay` where the losses are those of the average of the parameters; only "
+        "with `train.eval_ema`",
+        host,
+        group="validation",
+    ),
     # of the first step of a start
     "start_up_s": Metric("s", "from the start of the command to its first finished step", host),
     **{f"{phase.value}_s": Metric("s", "its parts", host) for phase in Phase},
@@ -214,14 +225,20 @@ METRICS = {
 }
 
 
-def read_metrics(workdir: str | os.PathLike) -> list[dict]:
+def read_metrics(workdir: str | os.PathLike, file: str = METRICS_FILE) -> list[dict]:
     """The records of a run in the order of their lines, none if there is no file. A line that a
-    kill has cut off is left out."""
+    kill has cut off is left out. file: METRICS_FILE or ROLLED_BACK_FILE"""
     return [
-        record
-        for record in read_json_lines(pathlib.Path(workdir) / METRICS_FILE)
+        # names once in memory, not once a record: half of a long run's
+        {sys.intern(name): value for name, value in record.items()}
+        for record in read_json_lines(pathlib.Path(workdir) / file)
         if isinstance(record, dict) and isinstance(record.get("step"), int)
     ]
+
+
+def was_evaluated(workdir: str | os.PathLike, step: int) -> bool:
+    """True if a run has the record of an evaluation after this step."""
+    return any(r["step"] == step and VALIDATION_LOSS in r for r in read_metrics(workdir))
 
 
 class MetricsWriter:
@@ -296,7 +313,10 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(record, allow_nan=False))
         if self._events is not None:
-            groups = {METRICS[name.partition("/")[0]].group for name in values}
+            records = (
+                METRICS.get(name) or METRICS[f"{name.partition('/')[0]}/NAME"] for name in values
+            )
+            groups = {record.group for record in records}
             group = "validation" if "validation" in groups else "train"
             for name, value in {"wall_s": wall_s, **values}.items():
                 if isinstance(value, (int, float)):

@@ -142,6 +142,7 @@ class Watchdog:
         self._hang_after, self._before_end, self._end = hang_after, before_end, end
         self._patience = Patience(hang_after, time.monotonic())
         self.stragglers = Stragglers()  # filled on process 0
+        self.evaluate_s = 0.0  # that evaluations may take longer than other phases
         self._is_alone = self._peers.processes == 1
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -222,6 +223,7 @@ class Watchdog:
         """Why the process has to end; None while it may go on."""
         current = self._clock.current
         waited, limit = self._patience.waited(current, now), self._patience.limit(current)
+        limit += self.evaluate_s if current.phase is Phase.EVALUATING else 0.0
         if ending := self._peers.ending or self._after_a_peer(now):
             return ending
         if any(peer.beat.excused for peer in self._all()):

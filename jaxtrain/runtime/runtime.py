@@ -33,6 +33,7 @@ from jaxtrain.config.groups.layer_kinds import (
     stacked_kinds,
 )
 from jaxtrain.config.sizes import Remat
+from jaxtrain.devices.host_memory import on_device
 from jaxtrain.devices.mesh import CONTEXT, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import ModelParts
@@ -155,6 +156,7 @@ class Runtime:
         """
         # P(): a loss is summed over all devices, so each has the same.
         columns, out_specs = self._columns(batch), Losses(P(), P())
+        params = jax.tree.map(on_device, params)  # an average may be in the host's memory
         return self._in_manual_region(self._losses, params, batch, columns, out_specs)
 
     def losses_and_gradients(

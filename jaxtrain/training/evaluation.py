@@ -1,13 +1,26 @@
-"""The losses over held-out text."""
+"""The losses over held-out text, and evaluations of one's own (`train.evaluate`):
+
+def evaluate(params, context):      # EvaluationContext
+    return {"loss_of_arithmetic": context.loss(tokens)}
+"""
 
 import concurrent.futures
+import contextlib
+import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 from jax.stages import Compiled, Wrapped
 
+from jaxtrain.config import ConfigError, ResolvedConfig, one_line, own_code
 from jaxtrain.devices import cluster
 from jaxtrain.runtime.runtime import Losses
 
@@ -62,6 +75,33 @@ class Evaluation:
         together = [*itertools.chain(*(held_out or weighted.values()))]
         return {n: _mean(losses) for n, losses in ({"": together} | weighted).items() if losses}
 
+    def loss(self, params: dict, tokens: Any, weights: Any = None) -> float:
+        """The mean loss over weighted tokens with these parameters, in nats.
+
+        tokens: int [n, up to the sequence length + 1]; weights: [n, 1 less] of the tokens from the
+        second one on, None for 1. Every process has all of them.
+        """
+        tokens = np.asarray(tokens, np.int32)
+        ones = np.ones_like(tokens[:, 1:])
+        arrays = {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "weights": ones if weights is None else np.asarray(weights),
+            "segments": ones,
+            "positions": np.cumsum(ones, 1) - 1,
+        }
+        batches = []
+        for name, like in self._batch.items():
+            rows, length = like.shape[0] * like.shape[1], like.shape[2]
+            padding = (0, -len(tokens) % rows), (0, length - ones.shape[1])
+            filled = np.pad(arrays[name].astype(like.dtype), padding).reshape(-1, *like.shape)
+            put = functools.partial(jax.make_array_from_callback, like.shape, like.sharding)
+            batches.append([put(one.__getitem__) for one in filled])
+        each = (
+            dict(zip(self._batch, arrays, strict=True)) for arrays in zip(*batches, strict=True)
+        )
+        return _mean(self._dispatch(params, each))
+
     def _dispatch(self, params: dict, batches: Iterable[Mapping[str, jax.Array]]) -> list[Losses]:
         """The losses of batches, which the devices may still compute."""
         losses: list[Losses] = []
@@ -82,3 +122,85 @@ def _mean(losses: Sequence[Losses]) -> float:
     """The mean over all weighted tokens."""
     tokens = [float(batch.tokens) for batch in losses]
     return sum(float(batch.loss) * n for batch, n in zip(losses, tokens, strict=True)) / sum(tokens)
+
+
+# --- of one's own ---------------------------------------------------------------------------------
+
+
+class TimeUpError(BaseException):
+    """Ends an evaluation that takes too long; `except Exception` in it does not stop that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationContext:
+    """What an evaluation of one's own knows besides the parameters.
+
+    step: the number of steps done; tokenizer: its encode(text) gives ids, decode(ids) text
+    loss: (tokens, weights) → the mean loss, as Evaluation.loss
+    """
+
+    step: int
+    config: ResolvedConfig
+    mesh: Mesh
+    tokenizer: Any
+    loss: Callable[..., float]
+
+
+class OwnEvaluation:
+    """The function that `train.evaluate` names, if it does. Raises ConfigError for code that is not
+    there. tokenizer: of the run"""
+
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, tokenizer: Any):
+        self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
+        self._text, self._limit = config.train.evaluate, config.train.evaluate_seconds
+        try:
+            self._function = own_code.load(self._text) if self._text else None
+        except own_code.OwnCodeError as error:
+            path = "train.evaluate"
+            raise ConfigError(path, self._text, str(error), fixes=[{path: ""}]) from None
+
+    def numbers(
+        self, evaluation: Evaluation, params: dict, step: int, log: Callable[[str], object]
+    ) -> dict[str, float]:
+        """Name → number that the function returns for these parameters; {} if it fails, which costs
+        a line. Every process must call this, and none goes on before all are here: what a process
+        still computes must not run beside the next step's collectives."""
+        if not self._function:
+            return {}
+        loss, began = functools.partial(evaluation.loss, params), time.monotonic()
+        context = EvaluationContext(step, self._config, self._mesh, self._tokenizer, loss)
+        numbers, why = {}, ""
+        try:
+            with _ended_after(self._limit):
+                returned = self._function(params, context)
+                if not isinstance(returned, Mapping) or not returned:
+                    raise TypeError(f"it returned {returned!r:.60}, and no numbers by name")
+                numbers = {str(name): float(number) for name, number in returned.items()}
+        except (Exception, SystemExit, TimeUpError) as error:
+            why = f"{type(error).__name__}: {error}"
+        if (seconds := time.monotonic() - began) > self._limit:
+            why = f"{seconds:.1f} s, more than train.evaluate_seconds={self._limit:g}"
+        if why := next(filter(None, cluster.gather(why)), ""):
+            log(one_line(f"warning: step {step}: no numbers of train.evaluate={self._text}: {why}"))
+        return {} if why else numbers
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """A context that TimeUpError ends after so many seconds, in the main thread of a run of one
+    process. One of several processes would leave the others in a collective: they wait, and the
+    watchdog ends a run that hangs."""
+    if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        raise TimeUpError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

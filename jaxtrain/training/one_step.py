@@ -23,6 +23,7 @@ from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.update import balance
+from jaxtrain.training.update.average import moved_average
 from jaxtrain.training.update.optimizer import Guard, Optimizer, updates_made
 
 # Float32 scalars by their names in METRICS (run/metrics.py); of independent replicas arrays
@@ -77,12 +78,15 @@ class OneStep:
                 # its sums stay inside a replica.
                 update = replicas.in_each(update)
             # `params` are what the update reads, cut off above on TPUs; ops have read `state.read`.
-            params, optimizer_state, working, metrics = update(params, state.optimizer, results)
+            params, optimizer_state, ema, working, metrics = update(
+                params, state.optimizer, state.ema, results
+            )
         after = dataclasses.replace(
             state,
             params=params,
             optimizer=optimizer_state,
             step=state.step + 1,
+            ema=ema,
             working=working,
         )
         return after, metrics
@@ -113,10 +117,16 @@ class OneStep:
         return step, self._after_update(norm, state.optimizer, step)
 
     def _update(
-        self, step: jax.Array, params: Any, optimizer_state: Any, results: LossesAndGradients
-    ) -> tuple[Any, Any, Any, StepMetrics]:
-        """(parameters, optimizer's state, copies that ops read, metrics) after the update of one
-        replica, or of all if they are not independent. step: the number of steps before this one"""
+        self,
+        step: jax.Array,
+        params: Any,
+        optimizer_state: Any,
+        ema: Any,
+        results: LossesAndGradients,
+    ) -> tuple[Any, Any, Any, Any, StepMetrics]:
+        """(parameters, optimizer's state, average, copies that ops read, metrics) after the update
+        of one replica, or of all if they are not independent. step: the number of steps before this
+        one"""
         layout = self.layout
         with_counts = results.gradients
         gradients = balance.without_counts(layout.specs, with_counts)
@@ -126,6 +136,7 @@ class OneStep:
             gradients, optimizer_state, self._shards(params), guard.finite, guard.norm
         )
         moved = balance.move(layout.specs, updated, with_counts, self.balance_rate, guard.finite)
+        ema = moved_average(self.optimizer.settings.ema_decay, ema, moved, guard.finite)
         # Masters on the host were written there by the optimizer; the others are gathered in the
         # type and layout of the state.
         on_device = layout.as_held(moved)
@@ -133,7 +144,7 @@ class OneStep:
         metrics |= self._after_update(layout.norm(moved), after, step + 1)
         # The copies are made from the same float32 numbers, not from the gathered parameters: so
         # 16-bit numbers are gathered.
-        return params, after, layout.working(moved), metrics
+        return params, after, ema, layout.working(moved), metrics
 
     def _shards(self, params: Any) -> Any:
         """Each data shard's part of the parameters, which it updates; those on the host as they

@@ -111,6 +111,7 @@ class ParameterLayout:
     optimizer: OptimizerConfig = OptimizerConfig()
     # what stands before and after the layers is sharded as in ZeRO-3, over a stage's devices
     shards_ends: bool = False
+    evaluates_ema: bool = False  # the average is evaluated in the place of the parameters
 
     @classmethod
     def unstaged(
@@ -268,6 +269,18 @@ class ParameterLayout:
             self.shapes,
             shardings,
         )
+
+    @property
+    def ema(self) -> dict | None:
+        """The average of the parameters, float32, as ShapeDtypeStructs that lie with the
+        optimizer's state; None without `optimizer.ema_decay`."""
+        place = host_memory.on_host if self.offload else lambda sharding: sharding
+        average = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=place(s)),
+            self.shapes,
+            self.scattered,
+        )
+        return average if self.optimizer.ema_decay else None
 
     # --- inside jit: updated parameters, back in the types and places of the state ----------------
 

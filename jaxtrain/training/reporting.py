@@ -142,14 +142,24 @@ class Reporter:
         steps, self._pending = self._pending, ()
         return self._report_all(steps, together=True, stopping=stopping)
 
-    def validation(self, at: int, losses: Mapping[str, float]) -> None:
-        """Logs and shows validation losses, as of Evaluation.losses, if there are any."""
+    def validation(
+        self, at: int, losses: Mapping[str, float], own: Mapping[str, float], ema_decay: float
+    ) -> None:
+        """Logs and shows validation losses, as of Evaluation.losses, and numbers of an evaluation
+        of one's own, if there are any. ema_decay: of the average whose numbers they are; 0: the
+        parameters' own"""
+        if own:
+            self.log.write(at, **{f"evaluation/{name}": number for name, number in own.items()})
+            line = ", ".join(f"{name} {number:.5g}" for name, number in own.items())
+            self.progress.log(f"step {at}: {line}")
         if losses:
             named = {f"{VALIDATION_LOSS}/{name}".strip("/"): loss for name, loss in losses.items()}
-            self.log.write(at, **named)
+            of_average = {"ema_decay": ema_decay} if ema_decay else {}
+            self.log.write(at, **named, **of_average)
             sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name)
             line = METRICS[VALIDATION_LOSS].line(losses[""])
-            self.progress.log(f"step {at}: {line}{sets and f' ({sets})'}")
+            whose = " with the average of the parameters" * bool(ema_decay)
+            self.progress.log(f"step {at}: {line}{whose}{sets and f' ({sets})'}")
 
     def saves(self, figures: Mapping[int, Mapping[str, float]]) -> None:
         """Logs, by step, the seconds that completed saves took and blocked the loop."""

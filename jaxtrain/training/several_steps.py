@@ -23,6 +23,7 @@ from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.runtime.updates import UpdateRule, UpdateRules, ValuesAndOptimizer
 from jaxtrain.training.one_step import OneStep, StepMetrics, step_metrics
 from jaxtrain.training.state import TrainState
+from jaxtrain.training.update.average import moved_average
 from jaxtrain.training.update.optimizer import parts_of, updates_made
 
 
@@ -92,16 +93,18 @@ class StepsTogether:
         # The table updates each data shard's part of the parameters, as the update of one step does
         # it; ops read the gathered ones.
         values = jax.tree.map(lax.with_sharding_constraint, state.params, layout.scattered)
+        # The average moves with the optimizer's state.
+        moving = state.optimizer, state.ema
         stored = ValuesAndOptimizer(
-            values,
-            self._part(state.optimizer, "layers"),
-            self._part(state.optimizer, *self._ends),
+            values, self._part(moving, "layers"), self._part(moving, *self._ends)
         )
         results = self.runtime.several_steps(state.params, stored, batch, self._rules, state.step)
+        optimizer_state, ema = self._joined(results.updated)
         after = dataclasses.replace(
             state,
             params=layout.as_held(results.updated.values),
-            optimizer=self._joined(results.updated),
+            optimizer=optimizer_state,
+            ema=ema,
             step=state.step + results.accepted_steps,
         )
         # The metrics of `OneStep.train` for each step, where none was clipped or skipped.
@@ -151,10 +154,12 @@ class StepsTogether:
                 norm, finite = lax.optimization_barrier(
                     (jnp.float32(optimizer.settings.clip_norm / 2), jnp.array(True))
                 )
+                state, ema = state
                 updated = optimizer.update(
                     gradients, state, values, finite if self.one.skips else None, norm
                 )
-                return updated.values, updated.state
+                ema = moved_average(optimizer.settings.ema_decay, ema, updated.values)
+                return updated.values, (updated.state, ema)
 
             return update
 

@@ -48,6 +48,9 @@ class TrainState:
     step:      the number of steps done, int32
     anchor, outer_momentum: float32, shaped like one replica's parameters; None if replicas are not
         independent
+    ema: float32, the exponential moving average of the parameters (update/average.py); None
+        without `optimizer.ema_decay`
+    evaluates_ema: it is evaluated in the place of the parameters
     working:   where parameters are masters, the 16-bit matrices that ops read, in a tree like
         `params` with None for all other parameters; otherwise None
     """
@@ -60,6 +63,8 @@ class TrainState:
     anchor: Any = None
     outer_momentum: Any = None
     working: Any = None
+    ema: Any = None
+    evaluates_ema: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def read(self) -> Any:
@@ -72,8 +77,10 @@ class TrainState:
 
     @property
     def trained(self) -> Any:
-        """The parameters to evaluate and to generate with; with independent replicas, those of the
-        last exchange."""
+        """The parameters to evaluate and to generate with: their average with `train.eval_ema`;
+        with independent replicas, those of the last exchange."""
+        if self.evaluates_ema:
+            return self.ema
         return self.read if self.anchor is None else self.anchor
 
     @property
@@ -101,7 +108,14 @@ def abstract_state(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
     # The number of steps is on every device, since each reads it for the learning rate.
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.everywhere)
     if not layout.independent_replicas:
-        return TrainState(params, optimizer_state, step, working=working)
+        return TrainState(
+            params,
+            optimizer_state,
+            step,
+            working=working,
+            ema=layout.ema,
+            evaluates_ema=layout.evaluates_ema,
+        )
     # Anchor and momentum are those of all replicas together: they have no dimension [replicas].
     params, optimizer_state, working = jax.tree.map(
         replicas.each, (params, optimizer_state, working)
@@ -200,7 +214,8 @@ def stored_shapes(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
         return Stored(shape, stack=stacks[one.stack])
 
     moments = layout.state_of(optimizer, of_parameter, lambda _: Stored(()))
-    state = TrainState(one, moments, Stored(()))
+    ema = one if layout.optimizer.ema_decay else None
+    state = TrainState(one, moments, Stored(()), ema=ema, evaluates_ema=layout.evaluates_ema)
     if not layout.independent_replicas:
         return state
     lead = (replicas.count(layout.mesh),)
@@ -234,14 +249,17 @@ def initial_state(layout: ParameterLayout, optimizer: Optimizer, seed: int) -> T
         values = initial_values(layout, keys)
         params = layout.as_held(values)
         of_each = params, optimizer.init(params), layout.working(values)
-        anchor = momentum = None
+        anchor = momentum = ema = None
+        if layout.optimizer.ema_decay:
+            # XLA would leave out a cast to 16 bits and back, and begin with other numbers.
+            held = lax.optimization_barrier(params)
+            ema = jax.tree.map(lambda a: a.astype(jnp.float32), held)
         if layout.independent_replicas:
             of_each = replicas.copies(of_each, layout.mesh)
             anchor, momentum = values, jax.tree.map(jnp.zeros_like, values)
         params, optimizer_state, working = of_each
-        state = TrainState(
-            params, optimizer_state, jnp.zeros((), jnp.int32), anchor, momentum, working
-        )
+        step = jnp.zeros((), jnp.int32)
+        state = TrainState(params, optimizer_state, step, anchor, momentum, working, ema)
         computed = zip(jax.tree.leaves(state), are_zeros, strict=True)
         return [a for a, is_zero in computed if not is_zero]
 

@@ -149,6 +149,8 @@ class Step:
         if layout.masters:
             copies = bytes_per_device((state.params, state.working))
             kinds["masters"] = copies - kinds["parameters"]
+        if state.ema:
+            kinds["average"] = bytes_per_device(state.ema)
         if layout.independent_replicas:
             kinds["anchor"] = bytes_per_device(state.anchor)
             kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
@@ -163,6 +165,7 @@ class Step:
         kinds["accumulators"] = 4 * accumulated  # of 32 bits
         host = {
             "moments": bytes_per_device(state.optimizer, host=True),
+            "average": bytes_per_device(state.ema, host=True),
             "masters": bytes_per_device(state.params, host=True),
         }
         # One stage has no slots: a microbatch's backward follows its forward.
@@ -214,6 +217,7 @@ def make_layout(config: ResolvedConfig, mesh: Mesh, setup: Setup) -> ParameterLa
         disk=StateFile(parallel.offload_directory) if offload == "disk" else None,
         optimizer=config.optimizer,
         shards_ends=parallel.ends == "sharded",
+        evaluates_ema=config.train.eval_ema,
     )
 
 

@@ -9,6 +9,10 @@
 
 MAX_RESTARTS=${MAX_RESTARTS:-20} # a stop on request (75) is not bounded by it: it has saved a step
 
+# a task of an array by its own name: the first one's number is that of the array, too (https://slurm.schedmd.com/job_array.html)
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+JOB=${JOB:-${SLURM_JOB_ID:-}}
+
 run_and_requeue() {
     local options=() step status
     while [[ $1 != -- ]]; do options+=("$1") && shift; done
@@ -24,7 +28,7 @@ run_and_requeue() {
         exit "$status"' "$statuses" "$@" &
     step=$!
     # By --signal=B:TERM@…, before the time limit. Not through srun, which would kill the tasks seconds later (seen with 22.05).
-    trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+    trap 'scancel --signal=TERM "$JOB"' TERM
     while kill -0 "$step" 2>/dev/null; do wait "$step"; done
     wait "$step"
     status=$(first_cause "$?")
@@ -50,13 +54,13 @@ goes_on() {
 # requeue STATUS: unless the job was cancelled, or has been started too often.
 requeue() {
     local state restarts=${SLURM_RESTART_COUNT:-0}
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+    state=$(squeue --noheader --jobs="$JOB" --format=%T)
     if [[ $state != RUNNING ]]; then
         echo "status $1: not requeued, since the job is $state"
     elif (($1 != 75 && restarts >= MAX_RESTARTS)); then
         echo "status $1: not requeued, since there were MAX_RESTARTS=$MAX_RESTARTS restarts"
     else
         echo "status $1: requeued, restart $((restarts + 1))"
-        scontrol requeue "$SLURM_JOB_ID"
+        scontrol requeue "$JOB"
     fi
 }

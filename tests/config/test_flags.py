@@ -22,6 +22,7 @@ from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, apply, read_flags, setting_value, settled
 from jaxtrain.config.rules.field_rules import field_violation
+from jaxtrain.experiments import page, sweep
 from jaxtrain.planner.command import calibrate, main as plan
 from jaxtrain.planner.programs import compile_check
 from jaxtrain.run.exit_status import RunError
@@ -33,7 +34,10 @@ COMMANDS = {
     "schedule": schedule.FLAGS,
     "generate": generate.FLAGS,
     "launch": launch.FLAGS,
+    "sweep": sweep.FLAGS,
+    "page": page.FLAGS,
 }
+
 for module, name in ((checkpoint, "checkpoint"), (convert, "convert")):
     COMMANDS |= {f"{name} {each}": flags for each, flags in module.FLAGS.items()}
 BEYOND = ("1e308", "1e400", "nan", "inf", "-inf", str(2**63), str(10**400))  # no number of a flag

@@ -189,6 +189,32 @@ def test_pods_of_a_jobset_find_each_other():
     )
 
 
+def test_pods_of_a_sweep_train_a_run_each(tmp_path):
+    """A verdict ends an index alone; what goes on starts again, after 75 as often as it happens;
+    the sweep has as many runs as there are indices."""
+    jobset = load("jobset_sweep.yaml")
+    job = job_of(jobset)
+    rules = {
+        code: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {"values": []})["values"]
+    }
+    assert rules == dict.fromkeys(sorted(FOR_GOOD), "FailIndex") | {75: "Ignore"}
+    assert (job["completionMode"], jobset["spec"]["failurePolicy"]["maxRestarts"]) == ("Indexed", 0)
+    (container,) = job["template"]["spec"]["containers"]
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "3"}
+    words = [*container["command"], *container["args"]]
+    said = subprocess.run(words, env=own, capture_output=True, text=True, check=True).stdout
+    command = ["-m", "jaxtrain", "sweep", *container["args"], "--index=3"]
+    assert said.splitlines() == command
+    listed = [sys.executable, *command[:-1], "--cpu_devices=1", "--list"]
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    runs = subprocess.run(listed, env=own, capture_output=True, text=True, check=True).stdout
+    assert len(runs.splitlines()) == job["completions"]
+
+
 CRD = os.environ.get("JAXTRAIN_JOBSET_CRD")
 
 
@@ -196,7 +222,8 @@ CRD = os.environ.get("JAXTRAIN_JOBSET_CRD")
 @pytest.mark.parametrize("name", JOBSETS)
 def test_a_jobset_has_the_form_of_its_crd(name):
     schema = crd_schema.schema_of(yaml.safe_load(pathlib.Path(CRD).read_text()), "v1alpha2")
-    assert not list(crd_schema.problems(load(name), schema))
+    for form in (name, "jobset_sweep.yaml"):
+        assert not list(crd_schema.problems(load(form), schema))
     broken = load(name)
     broken["spec"]["failurePolicy"]["rules"][0]["action"] = "Stop"
     job_of(broken)["completion"] = job_of(broken).pop("completions")

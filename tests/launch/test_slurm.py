@@ -144,6 +144,24 @@ def test_restarts_are_bounded_but_for_stops_on_request(commands):
     assert end(commands, ExitStatus.STOPPED, SLURM_RESTART_COUNT="500") == (75, True)
 
 
+def test_tasks_of_an_array_train_a_run_of_a_sweep_and_are_requeued_by_their_names(commands):
+    """slurm.sbatch with and without an array."""
+    folder, calls = commands.parent, commands.parent / "calls"
+    (folder / "scripts").symlink_to(ROOT / "scripts")
+    (folder / "python").write_text('#!/bin/sh\necho "$@" >>said\nexit 75\n')
+    (folder / "python").chmod(0o755)
+    script = ["bash", str(REQUEUE.with_name("slurm.sbatch")), "--grid", "a.b=1,2 3"]
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    for variables in ({}, array):
+        own = environment(commands, ENDS="75", PYTHON=str(folder / "python"), **variables)
+        assert subprocess.run(script, cwd=folder, env=own).returncode == 75
+    assert (folder / "said").read_text().splitlines() == [
+        "-m jaxtrain train --grid a.b=1,2 3",
+        "-m jaxtrain sweep --grid a.b=1,2 3 --index=1",
+    ]
+    assert calls.read_text() == "scontrol requeue 7\nscontrol requeue 7_1\n"
+
+
 def test_a_cancelled_job_is_not_requeued(commands):
     assert end(commands, ExitStatus.STOPPED, STATE="COMPLETING") == (75, False)
 

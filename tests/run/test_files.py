@@ -156,18 +156,18 @@ def test_lines_that_no_run_writes(tmp_path):
     with path.open("ab") as file:
         file.truncate(60 * 2**20)
     tracemalloc.start()
-    records = files.read_json_lines(path)
+    records = [*files.read_json_lines(path)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert records == [{"step": 1}, {"step": 3}] and peak < 20 * 2**20
     path.unlink()
     path.symlink_to("/dev/zero")
-    assert files.read_json_lines(path) == []
+    assert [*files.read_json_lines(path)] == []
     (tmp_path.parent / "others.jsonl").write_text('{"step": 1}')
     path.unlink()
     path.symlink_to(tmp_path.parent / "others.jsonl")
     with pytest.raises(OSError, match="it is a link to .*, outside of the folder"):
-        files.read_json_lines(path)
+        [*files.read_json_lines(path)]
     assert "outside of the folder" in files.try_file(path).why, "before training"
 
 

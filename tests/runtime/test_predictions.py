@@ -212,5 +212,5 @@ def test_checkpoints(tmp_path):
                     small.to_plain(step.layout, jax.device_get(state.params)),
                     plain,
                 )
-    layout, params = load_parameters(tmp_path, 1, cfg.model, cfg.precision, False)
+    layout, params = load_parameters(tmp_path, 1, cfg.model, cfg.precision)
     assert sorted(params) == ["embed", "head", "layers"] and layout.parts.cfg.mtp_depth == 0

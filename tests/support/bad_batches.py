@@ -4,6 +4,7 @@
 nan     no loss weight of the batches with these numbers is a number
 half    nor of the first half of their rows: of the first of two replicas
 wrong   every target of these batches is the same rare token
+slow    a fifth of a second passes before each batch from this number on
 flip    a bit of one device's copy of a parameter is another one in these comparisons of copies,
         counted from 1
 """
@@ -11,6 +12,7 @@ flip    a bit of one device's copy of a parameter is another one in these compar
 import dataclasses
 import itertools
 import sys
+import time
 from collections.abc import Callable
 
 import jax
@@ -40,6 +42,8 @@ def spoil(numbers: dict[str, set[int]]) -> None:
         def no_weight_in_first_half(values: np.ndarray, shard: jax.Shard) -> None:
             values[:, : max(0, loader.shape()[1] // 2 - (shard.index[1].start or 0))] = np.nan
 
+        if number >= min(numbers.get("slow", {number + 1})):
+            time.sleep(0.2)
         rows, batch = whole(loader, number)
         for kind, name, change in (
             ("nan", "weights", no_weight),

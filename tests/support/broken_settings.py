@@ -34,6 +34,7 @@ def offer(error: ConfigError) -> dict[str, Any]:
     return {path: flags.setting_value(path, text) for path, _, text in pairs}
 
 
+MIXER = "support.own_layers:Mixer"
 SCALED = {"model.rope_factor": 4.0, "model.rope_original_length": 32}
 LATENT = {
     "model.attention": "mla",
@@ -307,6 +308,11 @@ RULES = [
         "--config.model.biases=out",
     ),
     (
+        {"model.mup_base_width": 64, "model.mixer": MIXER},
+        f"model.mup_base_width=64 scales initial values, and {MIXER} draws its own: use "
+        "--config.model.mup_base_width=0",
+    ),
+    (
         {"model.parallel_block": True, "model.norm_place": "both"},
         "model.norm_place='both' has a norm of the MLP's own, and with model.parallel_block=True "
         "attention and MLP share one: use --config.model.norm_place=before",
@@ -335,6 +341,11 @@ RULES = [
         {"model.biases": ("out", "qkv", "out")},
         "model.biases=('out', 'qkv', 'out') has an empty or repeated name: use "
         "--config.model.biases=out,qkv",
+    ),
+    (
+        {"metrics.trackers": ("mlflow", "wnadb", "own.py:Tracker")},
+        "metrics.trackers=('mlflow', 'wnadb', 'own.py:Tracker') names 'wnadb', which is none of "
+        "wandb, trackio, mlflow: use --config.metrics.trackers=mlflow,wandb,own.py:Tracker",
     ),
     (
         {"optimizer.name": "adamv"},
@@ -1021,6 +1032,11 @@ ALLOWED = [
 # without.
 UNUSED = [
     (
+        {"model.mup_base_head_dim": 16},
+        "model.mup_base_head_dim=16 has no use with model.mup_base_width=0 and "
+        "model.attention_scale=0.0",
+    ),
+    (
         {"model.kinds": ("few.heads=2",), "model.pattern": ("full", "nope")},
         "model.kinds=few.heads=2 has no use: no layer is of kind few",
     ),
@@ -1292,5 +1308,9 @@ UNUSED = [
     (
         {"train.sample_prompt": "it's "},
         "train.sample_prompt='it'\"'\"'s ' has no use with train.sample_tokens=0",
+    ),
+    (
+        {"metrics.project": "small"},
+        "metrics.project=small has no use without metrics.trackers",
     ),
 ]

@@ -52,8 +52,8 @@ UNSEEN = {
     "parallel.offload_directory train.init_from",
     "the machine's time": "checkpoint.minutes checkpoint.grace checkpoint.keep train.hang_after "
     "data.prefetch pipeline.measure_times",
-    "an output of its own": "metrics.tensorboard metrics.rows train.profile_steps "
-    "train.sample_tokens train.sample_prompt",
+    "an output of its own": "metrics.tensorboard metrics.rows metrics.trackers "
+    "metrics.project train.profile_steps train.sample_tokens train.sample_prompt",
     "what bad numbers lead to": "train.nonfinite_limit train.rollbacks train.spike_threshold "
     "train.spike_steps data.bad_records",
     "another number of devices": " ".join(p for p in cfg.fields() if p.startswith("mesh.")),

@@ -129,9 +129,7 @@ def restored(workdir: pathlib.Path) -> tuple[Config, ParameterLayout, dict]:
     checkpoints = workdir / "checkpoints"
     config = Meta.from_json(read_meta(checkpoints, 0)).stored_config()
     config = replace(config, {"precision.compute": "float32"})
-    layout, params = load_parameters(
-        checkpoints, 0, config.model, config.precision, independent_replicas=False
-    )
+    layout, params = load_parameters(checkpoints, 0, config.model, config.precision)
     return config, layout, params
 
 

@@ -280,7 +280,7 @@ def test_generation_reads_a_checkpoint_of_any_form(tmp_path):
     for form in ("masters", "16 bits alone"):
         cfg, step, state = with_state(form)
         save(tmp_path / form, step, state)
-        _, params = load_parameters(tmp_path / form, 3, cfg.model, cfg.precision, False)
+        _, params = load_parameters(tmp_path / form, 3, cfg.model, cfg.precision)
         expected = small.to_plain(step.layout, state.params)["embed"]["table"]
         assert params["embed"]["table"].dtype == jnp.float32
         np.testing.assert_array_equal(

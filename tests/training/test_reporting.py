@@ -327,9 +327,9 @@ def test_going_back_is_said_and_logged():
 
 def test_validation_is_logged_where_there_is_any():
     reports, log = reporter()
-    reports.validation(4, {})
-    reports.validation(5, {"": 1.25})
-    reports.validation(6, {"web": 1.25, "code": 1.75, "": 1.5})
+    reports.validation(4, {}, {}, 0)
+    reports.validation(5, {"": 1.25}, {}, 0)
+    reports.validation(6, {"web": 1.25, "code": 1.75, "": 1.5}, {}, 0)
     sets = {"validation_loss/web": 1.25, "validation_loss/code": 1.75}
     assert log.written == {5: {"validation_loss": 1.25}, 6: {"validation_loss": 1.5} | sets}
     assert log.shown == [

@@ -31,7 +31,7 @@ BUILTIN: dict[str, dict[str, object]] = {
 OF_MODEL = frozenset(
     "layers dense_layers width pattern kinds vocab_size max_positions tied_embeddings mtp_depth "
     "mtp_weight embedding_scale logit_scale logit_softcap loss_chunk dropout_embedding "
-    "balance_rate".split()
+    "balance_rate mup_base_width".split()
 )
 # The settings of layers, with their defaults.
 SETTINGS: dict[str, Any] = {

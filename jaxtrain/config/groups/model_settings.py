@@ -320,6 +320,17 @@ class ModelConfig:
         Choices(BIASED),
     )
     init_std: float = setting(0.02, "standard deviation of the initial weights", Range(above=0))
+    mup_base_width: int = setting(
+        0,
+        "width of the model for which learning rate and init_std were chosen; μP (models/mup.py) "
+        "carries them over to this width, other sizes in proportion; 0: none",
+        Range(at_least=0),
+    )
+    mup_base_head_dim: int = setting(
+        0,
+        "head_dim of the model of mup_base_width; 0: that of this one, which has more heads",
+        Range(at_least=0),
+    )
     attention_kernel: str = setting(
         "auto",
         "kernel of attention; auto: the best one that the devices have",

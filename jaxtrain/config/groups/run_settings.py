@@ -120,6 +120,11 @@ class OptimizerConfig:
     clip_norm: float = setting(
         1.0, "largest global gradient norm; 0: no clipping", Range(at_least=0)
     )
+    ema_decay: float = setting(
+        0.0,
+        "decay of the exponential moving average of the parameters, such as 0.999; 0: no average",
+        Range(at_least=0, below=1),
+    )
     b1: float = setting(0.9, meaning("b1"), Range(at_least=0, below=1))
     b2: float = setting(0.95, meaning("b2"), Range(at_least=0, below=1))
     epsilon: float = setting(1e-8, meaning("epsilon"), Range(above=0))
@@ -197,6 +202,12 @@ class TrainConfig:
     """The run."""
 
     steps: int = setting(100, "optimizer steps", Range(at_least=1))
+    stop_at: int = setting(
+        0,
+        "step after which the run stops, saved and evaluated, with the learning rates of all its "
+        "`steps`: a later start goes on from there; 0: the last one",
+        Range(at_least=0),
+    )
     loss: str = setting(
         "", "a loss of one's own, FILE.py:FUNCTION or MODULE:FUNCTION; empty: cross-entropy"
     )
@@ -219,6 +230,17 @@ class TrainConfig:
         "Hugging Face hub: its model's settings, and its weights as the initial ones of a new run; "
         "empty: random weights",
     )
+    fork_from: str = setting(
+        "",
+        "another run that a new run begins with, RUN or RUN@STEP: its folder, or the place of its "
+        "checkpoints; empty: none",
+    )
+    fork_inherits: str = setting(
+        "position",
+        "what a fork takes; weights; moments: these too; position: both, and the run goes on with "
+        "the step and the batch after RUN's",
+        Choices(("position", "moments", "weights")),
+    )
     phases: tuple[str, ...] = setting(
         (),
         "changes from a step or a number of tokens on, NAME.SETTING=VALUE, such as "
@@ -227,6 +249,17 @@ class TrainConfig:
     )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", Range(at_least=0))
     eval_batches: int = setting(8, "batches in an evaluation", Range(at_least=1))
+    evaluate: str = setting(
+        "",
+        "an evaluation of one's own, FILE.py:FUNCTION or MODULE:FUNCTION, called when validation "
+        "losses are computed (docs/own_layer.md); empty: none",
+    )
+    evaluate_seconds: float = setting(
+        600.0, "seconds that `evaluate` may take; its numbers are dropped beyond", Range(above=0)
+    )
+    eval_ema: bool = setting(
+        False, "evaluate and sample with the average of optimizer.ema_decay, not the parameters"
+    )
     on_nonfinite: str = setting(
         "stop",
         "what follows a loss or gradient that is not finite: stop; skip the update; "
@@ -277,6 +310,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", as_entries(self.phases))
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return min(self.steps, self.stop_at or self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,4 +373,15 @@ class MetricsConfig:
         False,
         "write the sequences that each process reads in every step into the folder rows/; "
         "together they are the same for any number of processes",
+    )
+    trackers: tuple[str, ...] = setting(
+        (),
+        "trackers that get the records, each once a checkpoint has its step; or FILE.py:CLASS, "
+        "one's own",
+        Choices(("wandb", "trackio", "mlflow"), own_code=True),
+    )
+    project: str = setting(
+        "",
+        "the run's project (wandb, trackio) or experiment (mlflow); empty: what the tracker's own "
+        "environment variable says, else jaxtrain",
     )

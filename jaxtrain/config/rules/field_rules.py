@@ -29,7 +29,7 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     names = setting.choices.names
     if names and isinstance(value, tuple):
         for name in value:
-            if name not in names:
+            if name not in names and not (setting.choices.own_code and ":" in name):
                 return _unknown_name(path, value, name, names)
     elif names:
         return None if cfg.is_choice(path, value) else _wrong_choice(path, value, setting.choices)

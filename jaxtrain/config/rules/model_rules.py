@@ -231,6 +231,16 @@ def one_norm_is_shared(model: ResolvedModel) -> Iterator[Violation]:
         )
 
 
+def mup_draws_all_values(model: ResolvedModel) -> Iterator[Violation]:
+    for one in models_of_kinds(model).values():
+        if model.mup_base_width and (one.block or one.mixer):
+            yield Violation(
+                "model.mup_base_width",
+                f"scales initial values, and {one.block or one.mixer} draws its own",
+                [{"model.mup_base_width": 0}],
+            )
+
+
 def router_groups_divide(model: ResolvedModel) -> Iterator[Violation]:
     """Groups divide the experts, and those that a token may use have as many experts as it uses."""
     if not model.experts:

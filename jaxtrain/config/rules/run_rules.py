@@ -30,16 +30,17 @@ BYTE_VOCABULARY = 257  # 256 bytes and the document separator
 
 
 def own_code_exists(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
-    """The optimizer's record, which later rules read, and the file of a loss."""
+    """The optimizer's record, which later rules read, and the files of a loss and an evaluation."""
     try:
         record_of(optimizer.name)
     except OwnCodeError as error:
         yield Violation("optimizer.name", str(error), values_for("optimizer.name", OPTIMIZERS))
-    try:
-        if train.loss:
-            own_code.digest(train.loss)
-    except OwnCodeError as error:
-        yield Violation("train.loss", str(error), [{"train.loss": ""}])
+    for path, text in (("train.loss", train.loss), ("train.evaluate", train.evaluate)):
+        try:
+            if text:
+                own_code.digest(text)
+        except OwnCodeError as error:
+            yield Violation(path, str(error), [{path: ""}])
 
 
 def own_loss_fits(
@@ -89,7 +90,7 @@ def data_has_fields(
     data: DataConfig, model: ResolvedModel, train: TrainConfig
 ) -> Iterator[Violation]:
     yield from of_corpora(lambda each: _corpus_fits(each, model), data)
-    if train.eval_every and not is_evaluated(data):
+    if train.eval_every and not (is_evaluated(data) or train.evaluate):
         yield Violation(
             "train.eval_every",
             "needs held-out data, and data.validation_fraction=0",
@@ -125,6 +126,17 @@ def _corpus_fits(data: DataConfig, model: ResolvedModel) -> Iterator[Violation]:
         )
 
 
+def weights_have_one_origin(train: TrainConfig) -> Iterator[Violation]:
+    if wrong := addresses.fault(train.fork_from):
+        yield Violation("train.fork_from", wrong.rule, [{"train.fork_from": ""}])
+    if train.fork_from and train.init_from:
+        yield Violation(
+            "train.fork_from",
+            f"has weights for a new run, and so has train.init_from={train.init_from!r}",
+            [{"train.init_from": ""}, {"train.fork_from": ""}],
+        )
+
+
 def steps_suffice(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
     # A warm-up may outlast a short run, such as a trial of another's recipe; a decay may not begin
     # before it.
@@ -148,6 +160,31 @@ def steps_suffice(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Vi
             "train.spike_threshold",
             f"is for train.on_nonfinite='rollback' alone, not {train.on_nonfinite!r}",
             [{"train.on_nonfinite": "rollback"}, {"train.spike_threshold": 0.0}],
+        )
+
+
+def average_fits(
+    optimizer: OptimizerConfig, train: TrainConfig, parallel: ParallelConfig
+) -> Iterator[Violation]:
+    path, without = "optimizer.ema_decay", {"optimizer.ema_decay": 0.0, "train.eval_ema": False}
+    if train.eval_ema and not optimizer.ema_decay:
+        yield Violation(
+            "train.eval_ema", f"needs an average, and {path}=0", [{path: 0.999}, without], show=2
+        )
+    if optimizer.ema_decay and train.diloco_inner_steps:
+        yield Violation(
+            path,
+            "is for one set of parameters, and replicas have their own with "
+            f"train.diloco_inner_steps={train.diloco_inner_steps}",
+            [without, {"train.diloco_inner_steps": 0}],
+        )
+    if optimizer.ema_decay and parallel.offload_to("optimizer") == "disk":
+        yield Violation(
+            path,
+            "has no average on disk, where "
+            f"parallel.offload_directory={parallel.offload_directory!r} keeps the optimizer's "
+            "state",
+            [without, {"parallel.offload_directory": ""}],
         )
 
 

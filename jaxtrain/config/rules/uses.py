@@ -240,6 +240,14 @@ USES = (
         lambda c: c.model.positions == "learned",
         lambda c: f"with model.positions={c.model.positions!r}",
     ),
+    Use(
+        ["model.mup_base_head_dim"],
+        lambda c: c.model.mup_base_width and not c.model.attention_scale,
+        lambda c: (
+            f"with model.mup_base_width={c.model.mup_base_width} and "
+            f"model.attention_scale={c.model.attention_scale}"
+        ),
+    ),
     Use(["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
     Use(
         ["model.window"],
@@ -292,6 +300,7 @@ USES = (
             lambda c: f"with train.steps={c.train.steps}",
         )
         for path in (
+            "train.stop_at",
             "train.eval_every",
             "checkpoint.every",
             "checkpoint.keep_every",
@@ -331,12 +340,14 @@ USES = (
     Use(
         ["train.seed"],
         lambda c: (
-            not c.train.init_from
+            not (c.train.init_from or c.train.fork_from)
             or c.precision.moments != "float32"
             or (c.precision.params != "float32" and c.precision.masters == "none")
         ),
-        lambda c: f"with train.init_from={c.train.init_from!r}, where the weights are",
+        lambda c: f"with the weights of {c.train.init_from or c.train.fork_from!r}",
     ),
+    Use(["train.evaluate_seconds"], lambda c: c.train.evaluate, lambda c: "with train.evaluate=''"),
+    Use(["train.fork_inherits"], lambda c: c.train.fork_from, lambda c: "with train.fork_from=''"),
     Use(
         ["train.nonfinite_limit"],
         lambda c: c.train.on_nonfinite != "stop",
@@ -357,6 +368,7 @@ USES = (
         lambda c: c.train.sample_tokens,
         lambda c: "with train.sample_tokens=0",
     ),
+    Use(["metrics.project"], lambda c: c.metrics.trackers, lambda c: "without metrics.trackers"),
 )
 # One more on devices that are no TPUs.
 OFF_TPUS = Use(

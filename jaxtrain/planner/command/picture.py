@@ -11,14 +11,14 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain import config as cfg
 from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.rules.mesh_rules import AXES
+from jaxtrain.pipeline.step_picture import step_picture
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.explain import amount
 from jaxtrain.planner.search.heterogeneous import HeterogeneousPlan
-from jaxtrain.planner.search.predict import SHORTENED, PlannedTable, Prediction
+from jaxtrain.planner.search.predict import Prediction
 from jaxtrain.planner.search.validation import KEYS
 from jaxtrain.schedule import drawing
 
@@ -173,7 +173,6 @@ def png(bars: Sequence[Bar], title: str, below_axis: str = "") -> bytes:
 
 # --- as a page ------------------------------------------------------------------------------------
 
-ROUNDS = 2  # microbatches of the schedule's picture, in those that fill the pipeline
 OTHER = "#7a8fa6"  # the colour of a part that has none
 # a line "name: text" and the indented ones after it, and how these are shown
 CARD = re.compile(r"^(\S[^:\n]*): ?(.*)((?:\n .*)*)\n?", re.MULTILINE)
@@ -238,11 +237,5 @@ def _schedule(config: ResolvedConfig | None) -> str:
     """The first rounds of a step's table, as HTML."""
     if config is None or config.mesh.stage == 1:
         return "<p>One stage, or a framework whose tables are its own: nothing is drawn.</p>"
-    count, few = config.pipeline.microbatches, ROUNDS * config.mesh.stage
-    shown = min(count, few) if config.pipeline.schedule in SHORTENED else count
-    setup = PlannedTable(cfg.replace(config, {"pipeline.microbatches": shown}).resolve()).setup
-    picture = drawing.svg(setup.table, setup.simulation().timeline_coupled, setup.table.name)
-    return (
-        f'<p class="soft">{shown} of the {count} microbatches of a step, by the exact clock</p>'
-        f'<div class="box white">{picture}</div>'
-    )
+    line, svg = step_picture(config)
+    return f'<p class="soft">{line}</p><div class="box white">{svg}</div>'

@@ -64,7 +64,7 @@ PARTS = {
     "optimizer": "moments",
     "activations": "slots",
 }
-MASTERS = "masters"  # the key of what the plan counts with the optimizer's state
+OF_OPTIMIZER = ("masters", "average")  # the keys of what the plan counts with its state
 AGREES = 0.1  # of the compiler's memory
 FLAGS = (
     Flag("config", DEFAULT_RECIPE, "recipe: a Python file, or a shipped one's name"),
@@ -286,14 +286,14 @@ def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
     does not tell saved activations."""
     beside = {
         "weights": cast_bytes(compiled.program),
-        "optimizer": compiled.kinds.get(MASTERS, 0),
+        "optimizer": sum(compiled.kinds.get(kind, 0) for kind in OF_OPTIMIZER),
     }
     known = {
         part: float(compiled.kinds[kind] + beside.get(part, 0))
         for part, kind in PARTS.items()
         if kind in compiled.kinds and part in planned.parts
     }
-    listed = (*PARTS.values(), MASTERS)
+    listed = (*PARTS.values(), *OF_OPTIMIZER)
     parts = [
         *(MemoryPart(part, n, planned.parts[part]) for part, n in known.items()),
         *(

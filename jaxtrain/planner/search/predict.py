@@ -25,6 +25,7 @@ from jaxtrain.config import ResolvedConfig
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.pipeline.op_times import complete_times, has_recompute_ops
 from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.pipeline.step_picture import SHORTENED
 from jaxtrain.planner.layer.hardware import GIB, Hardware
 from jaxtrain.planner.layer.links import STAGE
 from jaxtrain.planner.search import layout_flag
@@ -36,7 +37,7 @@ from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_m
 from jaxtrain.schedule.clocks.coupled import coupled_time
 from jaxtrain.schedule.clocks.times import KnownTimes, Times
 from jaxtrain.schedule.columns import permutes
-from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE
+from jaxtrain.schedule.orders import AUTO, ZERO_BUBBLE
 from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
 
 DAY = 86400.0
@@ -47,8 +48,6 @@ EARLY_PASSES = 10.0
 # only a part of the microbatches is scheduled. `auto` tries some fifty tables.
 CELLS, AUTO_CELLS = 2**12, 2**8
 LEAST_ROUNDS, AUTO_ROUNDS = 4, 2  # microbatches of such a part, in those that fill the pipeline
-# Schedules of shortened steps: all but a file's and those whose slots grow with the microbatches.
-SHORTENED = frozenset({*SCHEDULES, AUTO}.difference(GROWING))
 
 
 # --- by closed forms --------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.layout import routed_capacity, sent_by_gateway
 from jaxtrain.planner.layer.settings import FLOAT32, FP8, ITEM
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
-from jaxtrain.planner.step.parameters import MASTERS, Layers
+from jaxtrain.planner.step.parameters import AVERAGE, MASTERS, Layers
 from jaxtrain.planner.step.saved import LeastSaved, SavedBytes, bytes_on_host, layer_bytes
 from jaxtrain.planner.step.step_part import AnyPart
 from jaxtrain.planner.step.step_time import StepModel
@@ -143,6 +143,8 @@ def memory(
     gradients = step.device.sharded(held, step.shards if step.collectives.reduces_in_ops else 1)
     state = settings.master_bytes * step.device.numbers(MASTERS, layers, shared)
     state += settings.moment_bytes * step.device.numbers(step.settings.optimizer, layers, shared)
+    if settings.ours and settings.optimizer.ema_decay:
+        state += FLOAT32 * step.device.numbers(AVERAGE, layers, shared)
     parts = {
         "weights": (settings.weight_bytes + cast) * weights + quantized / of_layers,
         "gradients": (FLOAT32 if settings.ours else settings.sent_gradient) * gradients,

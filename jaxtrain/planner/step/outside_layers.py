@@ -15,7 +15,7 @@ from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import DATA, MODEL, Collective
 from jaxtrain.planner.layer.settings import FLOAT32
 from jaxtrain.planner.step.layer_time import LayerWork, MeanLayer
-from jaxtrain.planner.step.parameters import DeviceState
+from jaxtrain.planner.step.parameters import AVERAGE, DeviceState
 from jaxtrain.planner.step.step_part import StepPart, once, part
 from jaxtrain.planner.step.time_breakdown import (
     DISK,
@@ -212,6 +212,8 @@ class UpdateTime(StepPart):
         value = 2 * (settings.master_bytes or settings.weight_bytes) + settings.copied_bytes
         passes = FLOAT32 * (record_of(settings.optimizer.name).passes - 2) + value
         state = 2 * settings.moment_bytes * self.device.numbers(settings.optimizer)
+        if settings.ours and settings.optimizer.ema_decay:
+            state += 2 * FLOAT32 * self.device.numbers(AVERAGE)
         seconds = {OPTIMIZER: (passes * parameters + state) / self.hardware.streaming}
         if layout.offloads("optimizer"):
             moved = 2 * settings.master_bytes * parameters + state

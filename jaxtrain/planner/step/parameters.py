@@ -21,7 +21,8 @@ from jaxtrain.planner.layer.model import Model
 from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.time_breakdown import COMMUNICATION_AXES
 
-MASTERS, PARAMETERS = "masters", "parameters"  # numbers of a device beside an optimizer's state
+# numbers of a device beside an optimizer's state
+MASTERS, PARAMETERS, AVERAGE = "masters", "parameters", "average"
 Layers = tuple[int, ...]  # of each form, in the order of Model.forms
 
 
@@ -65,8 +66,8 @@ def _held_numbers(
 ) -> HeldNumbers:
     """The numbers where ZeRO shards a dimension of each array.
 
-    of: an optimizer's state; MASTERS, which are those of the matrices that products read; or
-    PARAMETERS, which stages do not share
+    of: an optimizer's state; MASTERS, which are those of the matrices that products read; AVERAGE,
+    of all parameters; or PARAMETERS, which stages do not share
     sizes: of the axes in COMMUNICATION_AXES; zero: ZeRO's stage is at least 1; shared: each table
     is split over the stages; shards_ends: what stands before and after the layers has axes of its
     own; tables: of the vocabulary
@@ -94,7 +95,7 @@ def _held_numbers(
         held = padded if of_array is None or of_array.elementwise else array.shape
         parts = [n if n % split else n // split for n, split in zip(held, splits, strict=True)]
         if of_array is None or optimizer is None:
-            return math.prod(parts) if array.cast or of == PARAMETERS else 0
+            return math.prod(parts) if array.cast or of != MASTERS else 0
         state = of_array.state(array.shape, optimizer)
         return sum(math.prod(parts[dim] for dim in dims) for dims in state)
 
@@ -192,8 +193,8 @@ class DeviceState(StepPart):
     def numbers(
         self, of: OptimizerConfig | str, layers: Layers = (), shared: bool | None = None
     ) -> float:
-        """Numbers of an optimizer's state without counts of updates, or of MASTERS, on a device of
-        the stage with most of them."""
+        """Numbers of an optimizer's state without counts of updates, of MASTERS or of AVERAGE, on a
+        device of the stage with most of them."""
         layers, shared = self._defaults(layers, shared)
         held = self._held(of, shared)
         return sum(map(operator.mul, layers, held.layer)) + held.ends

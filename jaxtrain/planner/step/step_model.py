@@ -69,6 +69,7 @@ DECIDED = {
 # framework, and of others than ours.
 OF_NO_PLAN = ("parallel.compiler_options", "train.on_nonfinite")
 OF_OURS = (
+    "optimizer.ema_decay",
     "model.router",
     "model.router_normalize",
     "model.z_loss",

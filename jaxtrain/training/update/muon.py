@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
+from jaxtrain.config import OptimizerConfig
 from jaxtrain.devices.mesh import AXES, REPLICA
 from jaxtrain.devices.sharding import mesh_axes
 from jaxtrain.models.spec import Spec
@@ -157,15 +158,12 @@ def _spread(sizes: np.ndarray, parts: int) -> np.ndarray:
 class Orthogonalizer:
     """Momenta → directions.
 
-    iterations, rms: of `optimizer`; epsilon: added to a norm
     dtype: of products, and of what devices exchange
     """
 
-    mesh: Mesh
-    iterations: int
-    rms: float
-    epsilon: float
+    settings: OptimizerConfig
     dtype: jnp.dtype
+    mesh: Mesh
 
     def __call__(
         self, momenta: list[jax.Array], specs: list[Spec], layouts: list[P]
@@ -282,7 +280,7 @@ class Orthogonalizer:
             return (3.4445 * wide(x) + wide(product(both.astype(x.dtype), x))).astype(x.dtype)
 
         norm = jnp.sqrt(jnp.square(wide(x)).sum((1, 2), keepdims=True))
-        x = (wide(x) / (norm + self.epsilon)).astype(x.dtype)
-        x = lax.fori_loop(0, self.iterations, iterate, x)
-        x = (self.rms * math.sqrt(max(x.shape[1:])) * wide(x)).astype(x.dtype)
+        x = (wide(x) / (norm + self.settings.epsilon)).astype(x.dtype)
+        x = lax.fori_loop(0, self.settings.muon_iterations, iterate, x)
+        x = (self.settings.muon_rms * math.sqrt(max(x.shape[1:])) * wide(x)).astype(x.dtype)
         return x.mT if momentum.shape[1] > momentum.shape[2] else x

@@ -8,7 +8,7 @@ Begin with `Optimizer.update`. It updates one parameter after the other, each by
     _layer_by_layer   the same in a loop over layers, with offload to the host's memory
 
 Muon first has the momentum of each matrix, then the directions of all matrices together
-(training/update/muon.py), and then their new values.
+(training/update/muon.py), and then their new values. training/update/average.py follows.
 
 The state is a tuple as optax's `chain` has it. `parts_of` takes it apart into trees like the
 parameters (the moments) and scalars that all parameters share (counts of updates).
@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 
 from jaxtrain.config import ConfigError, OptimizerConfig, one_line
 from jaxtrain.config.learning_rates import LEARNING_RATES
-from jaxtrain.config.optimizers import OPTIMIZERS, record_of
+from jaxtrain.config.optimizers import OPTIMIZERS, OptimizerRecord, record_of
 from jaxtrain.config.phases import RateLine
 from jaxtrain.devices.host_memory import is_on_host, read, write
 from jaxtrain.models.spec import Spec, is_spec
@@ -143,8 +143,7 @@ class Optimizer:
         if record.elementwise:
             state = self._directions(specs[0]).init(params)
         else:
-            padding = lambda s: record.of(s.orthogonalized).elementwise
-            state = _init_directions(self._directions, padding, params, specs, tree)
+            state = _init_directions(self._directions, record, params, specs, tree)
         parts = parts_of(state, tree)
         moments = lambda part: jax.tree.map(lambda a: a.astype(self.moments), part)
         state = parts.outline.unflatten(
@@ -189,9 +188,17 @@ class Optimizer:
             tree.flatten_up_to(part) if follows else [part] * len(specs)
             for part, follows in zip(parts.parts, parts.follow, strict=True)
         ]
+        leaves = [list(of_one) for of_one in zip(*columns, strict=True)]
         record = record_of(self.settings.name)
         paths, of_each = zip(*jax.tree_util.tree_leaves_with_path(gradients), strict=True)
-        values, new_params, new_leaves = [], [], []
+
+        def update_of(spec: Spec) -> ParameterUpdate:
+            decay = self.settings.weight_decay if spec.matrix else 0.0
+            of_rest = record.rest and not spec.orthogonalized and self.settings.adamw_learning_rate
+            own_rate = rate * (of_rest / self.settings.learning_rate) if of_rest else rate
+            factor = record.of(spec.orthogonalized).mup(self.settings, spec.mup_rate, spec.mup_size)
+            directions = self._directions(spec)
+            return ParameterUpdate(directions, parts, decay, own_rate, count, finite, factor)
 
         def run(i: int, one: Any, gradient: jax.Array, leaves: list, held: Any = None) -> tuple:
             key = None if self.keys is None else jnp.asarray(self.keys[i])
@@ -201,30 +208,23 @@ class Optimizer:
             value, after = one(gradient, leaves, held, key)
             return value, held, after
 
-        def of_parameter(spec: Spec) -> ParameterUpdate:
-            decay = self.settings.weight_decay if spec.matrix else 0.0
-            of_rest = record.rest and not spec.orthogonalized and self.settings.adamw_learning_rate
-            own_rate = rate * (of_rest / self.settings.learning_rate) if of_rest else rate
-            return ParameterUpdate(self._directions(spec), parts, decay, own_rate, count, finite)
-
         # Muon: first the momenta of all matrices, then their directions together.
         momenta = {
-            i: run(i, of_parameter(spec).momentum, of_each[i], [column[i] for column in columns])
+            i: run(i, update_of(spec).momentum, of_each[i], leaves[i])
             for i, spec in enumerate(specs)
             if record.rest and spec.orthogonalized
         }
         directions = self._orthogonalized({i: a for i, (a, *_) in momenta.items()}, specs, tree)
+        values, new_params, new_leaves = [], [], []
         parameters = zip(specs, of_each, tree.flatten_up_to(params), strict=True)
         for i, (spec, gradient, held) in enumerate(parameters):
-            one: UpdateOne = of_parameter(spec)
+            one = update_of(spec)
             if i in momenta:
-                *_, after = momenta[i]
-                value, held, _ = run(i, of_parameter(spec).move, directions[i], [], held)
+                value, held, _ = run(i, one.move, directions[i], [], held)
+                after = momenta[i][2]
             else:
-                if not (record.elementwise or record.rest):
-                    one = _unstacked(one, spec, parts.follow, gradient.shape)
-                leaves = [column[i] for column in columns]
-                value, held, after = run(i, one, gradient, leaves, held)
+                each = one if record.elementwise or record.rest else _unstacked(one, spec, gradient)
+                value, held, after = run(i, each, gradient, leaves[i], held)
             values.append(value)
             # A parameter on the host was written there by the loop over its layers.
             new_params.append(held if is_on_host(held) else value.astype(held.dtype))
@@ -241,16 +241,14 @@ class Optimizer:
     def _orthogonalized(
         self, momenta: dict[int, jax.Array], specs: list[Spec], tree: Any
     ) -> dict[int, jax.Array]:
-        """Muon's directions of matrices, by their numbers among the parameters, as `momenta`."""
+        """Muon's directions of matrices by their numbers among the parameters, as `momenta`."""
         if not momenta:
             return {}
-        of, shardings = self.settings, tree.flatten_up_to(self.scattered)
-        directions = Orthogonalizer(
-            shardings[0].mesh, of.muon_iterations, of.muon_rms, of.epsilon, jnp.dtype(self.compute)
-        )
+        shardings = tree.flatten_up_to(self.scattered)
+        of_all = Orthogonalizer(self.settings, jnp.dtype(self.compute), shardings[0].mesh)
         layouts = [shardings[i].spec for i in momenta]
-        found = directions(list(momenta.values()), [specs[i] for i in momenta], layouts)
-        return dict(zip(momenta, found, strict=True))
+        directions = of_all(list(momenta.values()), [specs[i] for i in momenta], layouts)
+        return dict(zip(momenta, directions, strict=True))
 
 
 def check_own_optimizer(settings: OptimizerConfig) -> None:
@@ -321,18 +319,18 @@ def _joined(leaves: list[list], parts: StateParts, tree: Any) -> Any:
 
 def _init_directions(
     directions: Callable[[Spec], optax.GradientTransformation],
-    padding: Callable[[Spec], bool],
+    record: OptimizerRecord,
     params: Any,
     specs: list[Spec],
     tree: Any,
 ) -> Any:
-    """The state before the first update of directions that are not elementwise: that of each layer
-    on its own. padding: whether a parameter's has its padding"""
+    """The state before the first update: that of each layer on its own, and without padding where
+    directions depend on all numbers of a layer's parameter."""
     parts = parts_of(jax.eval_shape(directions(specs[0]).init, params), tree)
     leaves = []
     for array, spec in zip(tree.flatten_up_to(params), specs, strict=True):
-        rows = (spec.padded if padding(spec) else spec.shape)[0]
-        start = lambda a, s=spec, rows=rows: jax.tree.leaves(directions(s).init(a[:rows]))
+        rows = None if record.of(spec.orthogonalized).elementwise else spec.shape[0]
+        start = lambda a, s=spec, n=rows: jax.tree.leaves(directions(s).init(a[:n]))
         for _ in array.shape[: -len(spec.shape)]:  # over stages and layers of a stack
             start = jax.vmap(start, out_axes=[0 if follows else None for follows in parts.follow])
         leaves.append(start(array))
@@ -359,6 +357,7 @@ class ParameterUpdate:
     rate:       the learning rate
     count:      the number of updates before this one, int32
     finite:     as in Optimizer.update
+    factor:     of μP, on directions and not on the decay (models/mup.py)
     """
 
     directions: optax.GradientTransformation
@@ -367,6 +366,7 @@ class ParameterUpdate:
     rate: jax.Array
     count: jax.Array
     finite: jax.Array | None
+    factor: float = 1.0
 
     def __call__(
         self,
@@ -410,6 +410,8 @@ class ParameterUpdate:
         return direction, jax.tree.leaves(new_state)
 
     def _moved(self, value: jax.Array, direction: jax.Array) -> jax.Array:
+        if self.factor != 1:
+            direction = direction * self.factor
         if self.decay:
             direction = direction + self.decay * value
         return value - self.rate * direction
@@ -418,8 +420,7 @@ class ParameterUpdate:
         self, new: list[jax.Array], old: list[jax.Array], key: jax.Array | None, first_use: int = 0
     ) -> list[jax.Array]:
         """The new arrays in the types of the old ones, which stay where an update is skipped."""
-        # The use tells apart the random numbers of the parameter (0) and its moments, which have
-        # one key.
+        # The use tells apart the random numbers of the parameter and its moments, of one key.
         new = [
             rounded(a, before.dtype, key, self.count, use)
             for use, (a, before) in enumerate(zip(new, old, strict=True), first_use)
@@ -431,9 +432,9 @@ class ParameterUpdate:
         return new
 
 
-def _unstacked(one: UpdateOne, spec: Spec, follow: list[bool], shape: tuple[int, ...]) -> UpdateOne:
-    """`one` for each layer of a stack, without the rows that pad a parameter. shape: the array's,
-    with the stack's dimensions in front."""
+def _unstacked(one: ParameterUpdate, spec: Spec, like: jax.Array) -> UpdateOne:
+    """`one` for each layer of a stack, without the rows that pad a parameter. like: the array, with
+    the stack's dimensions in front"""
     rows, padding = spec.shape[0], spec.padded[0] - spec.shape[0]
 
     # Rows of zeros would count in means over rows, so the update does not see them.
@@ -441,8 +442,8 @@ def _unstacked(one: UpdateOne, spec: Spec, follow: list[bool], shape: tuple[int,
         value, new_leaves = one(gradient[:rows], leaves, held[:rows], key)
         return jnp.pad(value, [(0, padding), *[(0, 0)] * (value.ndim - 1)]), new_leaves
 
-    update, of_state = unpadded, [0 if follows else None for follows in follow]
-    for _ in shape[: -len(spec.shape)]:
+    update, of_state = unpadded, [0 if follows else None for follows in one.parts.follow]
+    for _ in like.shape[: -len(spec.shape)]:
         update = jax.vmap(update, in_axes=(0, of_state, 0, 0), out_axes=(0, of_state))
     return update
 
