@@ -442,6 +442,26 @@ RULES = [
         ": use --config.parallel.offload=none",
     ),
     (
+        {"train.eval_ema": True},
+        "train.eval_ema=True needs an average, and optimizer.ema_decay=0: use "
+        "--config.train.eval_ema=false",
+    ),
+    (
+        {"optimizer.ema_decay": 0.9, "train.diloco_inner_steps": 20, "mesh.replica": 2},
+        "optimizer.ema_decay=0.9 is for one set of parameters, and replicas have their own with "
+        "train.diloco_inner_steps=20: use --config.optimizer.ema_decay=0.0",
+    ),
+    (
+        {
+            "optimizer.ema_decay": 0.9,
+            "parallel.offload": "optimizer",
+            "parallel.offload_directory": "/mnt/nvme",
+        },
+        "optimizer.ema_decay=0.9 has no average on disk, where "
+        "parallel.offload_directory='/mnt/nvme' keeps the optimizer's state: use "
+        "--config.parallel.offload_directory=",
+    ),
+    (
         {"parallel.offload_directory": "/mnt/nvme"},
         "parallel.offload_directory='/mnt/nvme' is for the optimizer's state, which "
         "parallel.offload='none' leaves on the devices: use --config.parallel.offload=optimizer",
