@@ -118,6 +118,19 @@ RUNS = {
         ("gpt2_124m, jaxtrain: done", "kernels: done"),
         processes=("benchmarks/gpu_step.py", "benchmarks/gpu_kernels.py"),
     ),
+    "benchmarks/mup.py": Smallest(
+        [
+            "--widths=16",
+            "--rates=0.01",
+            "--steps=1",
+            f"--csv={HERE}/mup.csv",
+            f"--picture={HERE}/mup.svg",
+            "--",
+            f"--config.data.source={ROOT / 'README.md'}",
+            "--config.model.layers=1",
+        ],
+        ("with μP: best rate 0.01 at width 16: moves by 1 ×", "\nwithout: "),
+    ),
     "benchmarks/offload_disk.py": Smallest(
         [f"--folder={HERE}", "--layers=1", "--width=32", "--pairs=1"],
         ("update over disk:", "1 layers: peak memory"),

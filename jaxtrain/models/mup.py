@@ -14,7 +14,8 @@ With r, this model's width by the base model's, the paper's table 8 has factors 
 A factor on a result is one on the initial values and updates of a parameter by which the result is
 multiplied (the paper's lemma J.1): the last norm's scale for the head, tied or not, and the query
 matrix, or its norm, for scores. So the model's function stays the same, and so does every export of
-its parameters. The router is as in Małaśnicki et al. 2025 (arXiv:2508.09752).
+its parameters. A router is a layer of outputs, as Małaśnicki et al. 2025 (arXiv:2508.09752) have
+it. The factors on other optimizers' updates are in config/optimizers.py.
 
 Weights decay by the learning rate without these factors, so that a parameter forgets in equally
 many steps at all widths (Wang & Aitchison 2024, arXiv:2405.13698).
@@ -44,6 +45,13 @@ def score_multiplier(cfg: ResolvedModel) -> float:
         return 1.0
     base = (cfg.mup_base_head_dim or cfg.head_dim) + cfg.rope_head_dim
     return math.sqrt(base / (cfg.head_dim + cfg.rope_head_dim))
+
+
+def describe(cfg: ResolvedModel) -> list[str]:
+    """A line about the base model, if there is one, for the start of a run."""
+    head_dim = cfg.mup_base_head_dim or cfg.head_dim
+    base = f"width {cfg.mup_base_width}, with heads of {head_dim}"
+    return [f"μP: initial values and rates are those for {base}, carried over"] * (growth(cfg) != 1)
 
 
 def parametrized(cfg: ResolvedModel, tree: dict) -> dict:

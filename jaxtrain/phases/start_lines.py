@@ -13,7 +13,7 @@ from jaxtrain.config import ResolvedConfig, ResolvedModel, TrainConfig, kernels,
 from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
 from jaxtrain.devices import cluster, mesh as meshes
-from jaxtrain.models import own_module
+from jaxtrain.models import mup, own_module
 from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.planner.for_training import plan_at_hand
 from jaxtrain.run.wall_clock import Phase, WallClock
@@ -50,6 +50,7 @@ def introduction(config: ResolvedConfig, step: Step) -> list[str]:
         *meshes.describe(step.mesh),
         f"model: {parameters:,} parameters; {placement.describe()}",
         *own_module.describe(m),
+        *mup.describe(m),
         f"step: {d.batch_size * d.sequence_length:,} tokens in {config.pipeline.microbatches} "
         f"microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}",
     ]
