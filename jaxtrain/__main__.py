@@ -20,7 +20,7 @@ COMMANDS = {
     "plan": "what a run needs, how fast it is and how to lay it out, before anyone pays",
     "generate": "text from a checkpoint",
     "schedule": "a pipeline schedule as a picture and in figures",
-    "checkpoint": "checkpoints of a run: listed, verified, shown, compared, deleted",
+    "checkpoint": "checkpoints of runs: listed, verified, shown, compared, deleted, averaged",
     "convert": "published models (Hugging Face) to checkpoints, and back",
     "launch": "a run of several processes on this machine",
     "compare": "runs side by side: settings that differ, and their losses in one picture",

@@ -239,6 +239,10 @@ def refused(capsys, call, *argv: str) -> str:
             ["--prompt=" + "1 " * 40, "--tokens=8"],
             "after a prompt of 40 .*: use a prompt of at most 32 tokens",
         ),
+        (
+            ["--prompt=1", "--tokens=5", "--ema"],
+            "--ema=true asks for an average, .*: use --ema=false",
+        ),
         (["--prompt=61"], "takes ids from 0 to 60 .* not '61'"),
         (["--prompt="], "the prompt is empty, .* use one id or more"),
         (

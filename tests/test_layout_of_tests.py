@@ -85,7 +85,7 @@ GROUPED = {
     "phases/run_context.py": "test_train.py",
     "phases/run_end.py": "test_train.py",
     "phases/run_files.py": "test_train.py",
-    "phases/run_state.py": "test_init_from.py",
+    "phases/run_state.py": "test_forks.py",
     "pipeline/op_times.py": "pipeline/test_setup.py",
     "pipeline/schedule_file.py": "pipeline/test_setup.py",
     "plan.py": "planner/command/test_command.py",

@@ -155,6 +155,10 @@ def test_processes_continue_each_other(single, workdir):
     # One of them talks and keeps the logs.
     assert "[0] mesh: stage 2 (2 × cpu, 2 processes)" in done.out.splitlines()
     assert "[0] sample, " in done.out
+    (sample,) = map(json.loads, (workdir / "samples.jsonl").read_text().splitlines())
+    assert (sample["step"], sample["temperature"]) == (6, 0.8) and sample["text"]
+    starts = [json.loads(line) for line in (workdir / "starts.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["processes"]) for each in starts][-1] == (3, 2)
     assert not [
         line
         for line in done.out.splitlines()

@@ -171,8 +171,6 @@ def test_metrics_config_and_files_of_a_run(whole):
     assert (start["step"], start["changed"], start["devices"]) == (0, [], "1 × cpu")
     state = start["memory"]["parameters"] + start["memory"]["moments"]
     assert 0 < state <= start["compiled_memory"]["arguments"] < 1.2 * state
-    (sample,) = map(json.loads, (workdir / "samples.jsonl").read_text().splitlines())
-    assert sample["step"] == STEPS and done.out.count(sample["prompt"] + sample["text"]) == 1
     assert sum(record["step_time_s"] for record in training) < records[-1]["wall_s"]
     # Evaluated after steps 20, 40 and the last, of which this one alone is saved.
     losses = {
@@ -674,6 +672,31 @@ def test_a_finished_run_says_so(whole):
     done = train(workdir, *settings(train__steps=STEPS))
     assert f"already has its {STEPS} steps: raise train.steps to go on" in done.out
     assert runs.contents(workdir) == before
+
+
+@pytest.mark.full
+def test_a_stop_at_a_step_and_an_evaluation_that_a_kill_prevented(folder, workdir):
+    """The run goes on after train.stop_at as if it had not stopped, by the rates of all its steps.
+    A kill between the last save and its evaluation is a run without that record: the next start
+    makes up for it."""
+    straight, flags = folder / "straight", settings(train__steps=8, optimizer__schedule="cosine")
+    evaluations = lambda of: [r for r in runs.read_metrics(of) if "validation_loss" in r]
+    train(straight, *flags)
+    done = train(workdir, *flags, *settings(train__stop_at=5))
+    assert runs.checkpoints(workdir)[-1] == 5 and "train.stop_at=0" in done.out
+    for _ in range(2):
+        (evaluation,) = evaluations(workdir)
+        lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        kept = [line for line in lines if "validation_loss" not in line]
+        (workdir / "metrics.jsonl").write_text("".join(kept))
+        assert "continuing from step 5" in train(workdir, *flags, *settings(train__stop_at=5)).out
+        assert evaluations(workdir)[0]["validation_loss"] == evaluation["validation_loss"]
+    done = train(workdir, *flags, *settings(train__stop_at=5))
+    assert "already has its 5 steps: raise train.stop_at to go on" in done.out
+    train(workdir, *flags)
+    assert runs.losses(workdir) == runs.losses(straight)
+    last = [evaluations(of)[-1]["validation_loss"] for of in (workdir, straight)]
+    assert last[0] == last[1] and len(evaluations(workdir)) == 2
 
 
 def test_a_workdir_that_cannot_be_made(folder):

@@ -6,6 +6,7 @@ bytes after to_hf, which transformers reads with the same logits; older and newe
 config.json. tests/hf/test_reference.py has the figures that need no transformers.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -27,8 +28,12 @@ from support.hf_imported import (
 from support.hf_models import CONFIGS, older
 
 from jaxtrain import convert
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import load_parameters, restore
+from jaxtrain.checkpoint.steps import AVERAGE, PARAMETERS, Meta, read_meta
 from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
+from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
 
 pytestmark = [
@@ -38,6 +43,7 @@ pytestmark = [
         reason=f"no transformers here: {in_transformers.INSTALL_COMMAND}",
     ),
 ]
+FLOAT32 = "precision.compute=float32"
 NEWER, OLDER, WRITTEN, FROM_OLDER = "newer", "older", "written", "from older"
 
 
@@ -156,6 +162,39 @@ def test_prediction_modules(tmp_path, name):
         placed = small.place_batch(step, model.config, rows)
         losses = jax.device_get(step.gradients(params, placed)).losses
     np.testing.assert_allclose(losses.further["mtp_loss"], np.load(out / "mtp_loss.npy"), rtol=1e-5)
+
+
+def test_an_exported_average(tmp_path):
+    """transformers' logits of `to_hf --ema` are those of the average, and not of the parameters."""
+    folder, run = tmp_path / "model", tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    tensors = complete(CONFIGS["llama"], functools.partial(hf_reference.weights, 0))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    averaged = [f"--config.{s}" for s in ("optimizer.ema_decay=0.9", "mesh.data=1", FLOAT32)]
+    assert convert.main(["from_hf", str(folder), f"--workdir={run}", *averaged]) == 0
+    meta = read_meta(run / "checkpoints", 0)
+    config = Meta.from_json(meta).stored_config().resolve()
+    step = make_step(config, small.mesh_of(config))
+    stored = stored_shapes(step.layout, step.optimizer)
+    state = restore(run / "checkpoints", 0, step.abstract_state(), stored)
+    state = dataclasses.replace(state, ema=jax.tree.map(lambda a: a * 1.1, state.ema))
+    saves = Checkpointer(run / "checkpoints", stored)
+    saves.save(1, state, meta | {"step": 1})
+    saves.close()
+    logits = {}
+    for flags in ([], ["--ema"]):
+        out = tmp_path / f"out{flags}"
+        assert convert.main(["to_hf", str(out), f"--workdir={run}", *flags]) == 0
+        in_transformers.run_script("transformers_models.py", "read", out)
+        assert not (out / "error.txt").exists(), (out / "error.txt").read_text()
+        group = AVERAGE if flags else PARAMETERS
+        layout, params = load_parameters(
+            run / "checkpoints", 1, config.model, config.precision, group
+        )
+        logits[group] = np.load(out / "logits.npy")
+        assert error(logits_of(config, layout, params), logits[group]) < 1e-5
+    assert error(*logits.values()) > 1e-2
 
 
 def test_what_is_recorded():

@@ -6,7 +6,6 @@ subject.py finds the checkpoints that DIR stands for.
 
 import contextlib
 import datetime
-import functools
 import math
 import os
 import pathlib
@@ -23,7 +22,7 @@ from jaxtrain import cli, places
 from jaxtrain.checkpoint import reading, retention, steps, stores, subject
 from jaxtrain.checkpoint.manifest import DatabaseError
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
-from jaxtrain.config import UsageError, fields, flag_text, get, replace
+from jaxtrain.config import UsageError, fields, flag_text, get, own_code, replace
 from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.config.rules.resume import violations
 from jaxtrain.run import streams
@@ -418,50 +417,59 @@ def prune(of: Subject, flags: types.SimpleNamespace) -> None:
 # --- mean -----------------------------------------------------------------------------------------
 
 
-# A new run has its own folder, and parameters of one replica.
+# the new run's: parameters of one replica, its own folder
 OF_ONE_RUN = {
     "optimizer.ema_decay": 0.0,
     "train.eval_ema": False,
     "train.diloco_inner_steps": 0,
-    "train.init_from": "",
-    "checkpoint.directory": "",
-    "checkpoint.local": "",
     "checkpoint.local_every": 0,
+    **dict.fromkeys(("train.init_from", "train.fork_from"), ""),
+    **dict.fromkeys(("checkpoint.directory", "checkpoint.local"), ""),
 }
 
 
 def mean(*subjects_and_flags: Any) -> None:
     *subjects, flags = subjects_and_flags
     folders: list[epath.Path] = []
-    for of in subjects:
+    for place, of in zip(flags.words, subjects, strict=True):
+        own_code.distrust(place)
         present = {folder.name: folder for folder in of.folders()}
         wanted = [*present] if of.step or not flags.steps else flags.steps.split(",")
         if missing := [step for step in wanted if step not in present]:
-            rule = f"{missing[0]!r} is no step of {of.directory}"
-            use = ",".join([*present][-max(len(wanted), 2) :])
-            raise cli.FlagsError(f"--steps={flags.steps}: {rule}: use --steps={use}")
+            use = ",".join([*present][-3:])
+            raise cli.FlagsError(f"{of.directory} has no step {missing[0]!r}: use --steps={use}")
         folders += [present[step] for step in wanted]
     if len(folders) < 2:
-        raise cli.FlagsError("mean is about several steps, not one: use --steps=A,B or two runs")
+        use = "use jaxtrain checkpoint mean DIR --steps=A,B"
+        raise cli.FlagsError(f"mean is about several steps, not {len(folders)}: {use}")
     if os.path.lexists(flags.out) or stores.scheme_of(flags.out):
         raise cli.FlagsError(f"--out={flags.out} is no new folder: use another name")
     opened = [reading.open_step(folder) for folder in folders]
     config = replace(opened[0].config, OF_ONE_RUN)
     places.check(config, flags.out)
-    for folder, step in zip(folders, opened, strict=True):
-        for violation in violations(opened[0].config, step.config):
-            if (field := violation.field).startswith("model."):
-                values = f"{get(step.config, field)!r}, not {get(opened[0].config, field)!r}"
-                raise cli.FlagsError(f"{folder} has {field}={values}: use steps of one model")
-        if (damage := _verify(folder)) != []:
-            raise steps.CheckpointError(f"{folder}: {(damage or ['it was deleted'])[0]}")
-    from jaxtrain.convert import save_first_step, start_on_host
+    try:
+        for folder, step in zip(folders, opened, strict=True):
+            for violation in violations(opened[0].config, step.config):
+                if (field := violation.field).startswith("model."):
+                    raise cli.FlagsError(
+                        f"{folder} has {field}={get(step.config, field)!r}, and {folders[0]} "
+                        f"{get(opened[0].config, field)!r}: use steps of one model"
+                    )
+            if (damage := _verify(folder)) != []:
+                raise steps.CheckpointError(f"{folder}: {(damage or ['it was deleted'])[0]}")
+        from jaxtrain.convert import save_first_step, start_on_host
 
-    start_on_host()
-    from jaxtrain.checkpoint.restoring import mean_state
+        start_on_host()
+        from jaxtrain.checkpoint.restoring import mean_state
 
-    tree = functools.partial(mean_state, opened, config.to_store())
-    save_first_step(pathlib.Path(flags.out), config, opened[0].meta.tokenizer, tree)
+        save_first_step(
+            pathlib.Path(flags.out),
+            config,
+            opened[0].meta.tokenizer,
+            lambda: mean_state(opened, config.to_store()),
+        )
+    except own_code.OwnCodeError as error:  # of its optimizer, or of a layer
+        raise cli.FlagsError(f"{folders[0]}: code of one's own {error}") from None
     print(f"{flags.out}: step 0 with the mean of {', '.join(map(str, folders))}")
 
 

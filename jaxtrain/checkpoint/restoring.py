@@ -222,8 +222,7 @@ def mean_state(steps: Sequence[reading.OpenedStep], config: FilledConfig) -> dic
 def _mean(sources: Sequence[ts.TensorStore], array: StoredArray) -> HostArray:
     def read(window: Sequence[range], target: np.ndarray) -> None:
         index = tuple(slice(span.start, span.stop) for span in window)
-        pieces = (np.asarray(source[index].read().result(), np.float64) for source in sources)
-        target[...] = sum(pieces) / len(sources)
+        target[...] = sum(np.float64(a[index].read().result()) for a in sources) / len(sources)
 
     blocks = [
         (index, DeferredPiece(read, [range(s.start, s.stop) for s in index], array.dtype))

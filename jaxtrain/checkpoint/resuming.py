@@ -258,10 +258,10 @@ class ChosenStep:
                 f"changed since the checkpoint of step {self.choice.step}:",
                 *(f"  {change}" for change in changed),
             )
-        if config.optimizer.ema_decay and not stored.optimizer.ema_decay:
-            cluster.log(f"the average begins with the parameters of step {self.choice.step}")
-        if stored.optimizer.ema_decay and not config.optimizer.ema_decay:
-            cluster.log("the average of the parameters is dropped: optimizer.ema_decay=0")
+        averaged, averages = (bool(c.optimizer.ema_decay) for c in (stored, config))
+        if averages != averaged:
+            begins = f"begins with the parameters of step {self.choice.step}"
+            cluster.log(f"the average of the parameters {begins if averages else 'is dropped'}")
 
     def candidates(
         self, step: Step, batches: TrainingBatches, new_state: Callable[[], TrainState]

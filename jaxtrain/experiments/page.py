@@ -19,10 +19,10 @@ import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
-from jaxtrain.config import UsageError
+from jaxtrain.config import UsageError, own_code
 from jaxtrain.config.flags import Flag
 from jaxtrain.experiments.page_data import page_data
-from jaxtrain.experiments.run_folder import RunFolder, read_run
+from jaxtrain.experiments.run_folder import read_run
 from jaxtrain.run import streams
 
 DESCRIPTION = """
@@ -47,38 +47,43 @@ FRESH_S, REST = 3.0, 10.0
 def main(argv: Sequence[str]) -> None:
     """The command. What cannot work ends it with one line and status 2, Ctrl-C with 130."""
     argv = [f"--serve={PORT}" if word == "--serve" else word for word in argv]
-    run, flags = cli.checked_flags(argv, DESCRIPTION, FLAGS, check_flags, words=True)
+    folder, flags = cli.checked_flags(argv, DESCRIPTION, FLAGS, check_flags, words=True)
     if flags.serve:
-        with PageServer(run.folder, flags.serve) as server:
+        with PageServer(folder, flags.serve) as server:
             print(f"http://{ADDRESS}:{flags.serve}/ until Ctrl-C", flush=True)
             server.serve_forever()
     else:
-        content = page(as_json(run))
-        cli.write_output(flags.out, content)
-        print(f"{flags.out}: {len(content) / 1000:,.0f} kB")
+        content, out = page(read_data(folder)), flags.out or str(folder / FILE)
+        cli.write_output(out, content)
+        print(f"{out}: {len(content) / 1000:,.0f} kB")
 
 
-def check_flags(flags: types.SimpleNamespace) -> tuple[RunFolder, types.SimpleNamespace]:
-    """The run, and the flags with the file filled in. Raises UsageError for what cannot work."""
+def check_flags(flags: types.SimpleNamespace) -> tuple[pathlib.Path, types.SimpleNamespace]:
+    """The folder, which is not read yet, and the flags. Raises UsageError for those that cannot
+    work."""
     if len(flags.words) != 1:
         rule = f"page is about one folder, not {len(flags.words)}"
         raise UsageError(rule, advice="jaxtrain page RUN")
     if flags.serve and flags.out:
         raise UsageError(f"--serve={flags.serve} writes no --out={flags.out!r}", {"out": ""})
-    run = read_run(flags.words[0])
-    flags.out = flags.out or str(run.folder / FILE)
-    if not flags.serve:
-        cli.check_output("out", flags.out, FILE)
-    return run, flags
+    cli.check_output("out", flags.out, FILE)
+    return pathlib.Path(flags.words[0]), flags
 
 
-def as_json(run: RunFolder) -> str:
-    """The data of a run's page, as text that may stand in a script element."""
-    return json.dumps(page_data(run), allow_nan=False).replace("<", "\\u003c")
+def read_data(folder: pathlib.Path) -> str:
+    """The data of a run's page, as JSON that may stand in a script element. Raises UsageError for
+    a folder that is no run's or cannot be read."""
+    own_code.distrust(str(folder))  # a stranger's, of which no file is run
+    try:
+        data = page_data(read_run(folder))
+    except OSError as error:
+        rule = f"{error.filename!r} cannot be read ({error.strerror})"
+        raise UsageError(rule, advice="the folder of a run") from None
+    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
 
 
 def page(data: str, *, is_live: bool = False) -> bytes:
-    """The page. data: as of `as_json`; is_live: it asks for newer data where it came from"""
+    """The page. data: as of `read_data`; is_live: it asks for newer data where it came from"""
     template = pathlib.Path(__file__).with_name("page.html").read_text("utf-8")
     (script,) = re.findall("<script>(.*?)</script>", template, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -94,24 +99,25 @@ def page(data: str, *, is_live: bool = False) -> bytes:
 
 class PageServer(http.server.ThreadingHTTPServer):
     """The server of the page of the run in a folder, on the loopback address. port: 0 for a free
-    one. Raises UsageError for a port that cannot be used."""
+    one. Raises UsageError for a port that cannot be used, and as `read_data`."""
 
     daemon_threads = True
 
     def __init__(self, folder: pathlib.Path, port: int):
+        self._folder, self._reading = folder, threading.Lock()
+        self._data, self._until = "", 0.0
+        self.data()  # a folder that cannot be read is no run's
         try:
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
             rule = f"--serve={port} cannot be used ({error.strerror})"
             raise UsageError(rule, {"serve": min(port + 1, 65535)}) from None
-        self._folder, self._reading = folder, threading.Lock()
-        self._data, self._until = "", 0.0
 
     def data(self) -> str:
-        """The run's data, some seconds old at most. Raises UsageError if its folder is gone."""
+        """The run's data, some seconds old at most. Raises UsageError as `read_data`."""
         with self._reading:
             if (begin := time.monotonic()) > self._until:
-                self._data = as_json(read_run(self._folder))
+                self._data = read_data(self._folder)
                 took = time.monotonic() - begin
                 self._until = begin + max(FRESH_S, REST * took)
             return self._data

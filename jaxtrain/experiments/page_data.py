@@ -1,5 +1,5 @@
 """What the page of a run shows, from the files of its folder, as an object that JSON can hold;
-page.html names and draws it. jax is imported for the schedule of layers of several kinds alone.
+page.html names and draws it. jax is imported for the schedule's picture alone, without a device.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def page_data(run: RunFolder) -> dict[str, Any]:
     """All that the page of a run shows: curves of all numbers of its records, its starts, rollbacks
     and phases, goodput by parts, samples, schedule and settings."""
     goodput = Goodput(read_goodput(run.folder))
-    names = dict.fromkeys([*METRICS, *(name for record in run.records for name in record)])
+    names = dict.fromkeys(name for record in run.records for name in record)
     return {
         "name": run.name,
         "written": time.time(),
@@ -64,17 +64,17 @@ def curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[float, flo
     """Steps, wall seconds and values of the records that have this number: all, or the least and
     the greatest of each of POINTS / 2 parts, in order, so that no spike is lost; and the last."""
     points = [
-        (record["step"], record.get("wall_s", 0.0), float(f"{value:.7g}"))
+        (record["step"], record.get("wall_s", 0.0), value)
         for record in records
         if isinstance(value := record.get(name), (int, float)) and math.isfinite(value)
     ]
     size = -(-2 * len(points) // POINTS)
-    if size <= 2:
-        return points
-    value_of = lambda point: point[2]
-    parts = (points[begin : begin + size] for begin in range(0, len(points), size))
-    ends = ({min(part, key=value_of), max(part, key=value_of)} for part in parts)
-    return [*(point for pair in ends for point in sorted(pair)), points[-1]]
+    if size > 2:
+        value_of = lambda point: point[2]
+        parts = [points[begin : begin + size] for begin in range(0, len(points), size)]
+        ends = ({min(part, key=value_of), max(part, key=value_of)} for part in parts)
+        points = [*(point for pair in ends for point in sorted(pair)), points[-1]]
+    return [(step, wall_s, float(f"{value:.7g}")) for step, wall_s, value in points]
 
 
 def _is_running(run: RunFolder) -> bool | None:

@@ -3,8 +3,9 @@ by settings.
 
     SWEEP/learning_rate=1e-3,width=64/    a run's folder, trained by `jaxtrain train`
         output.log                        what its processes have said
-    SWEEP/sweep.jsonl                     how each process has ended, and what its run has reached
-    SWEEP/sweep.png                       losses over steps and over settings
+    SWEEP/sweep.jsonl                     how each process has ended, and what its run has reached:
+                                          of a run the last line counts
+    SWEEP/table.txt, sweep.png            the table, and losses over steps and over settings
 
     sweep ─┬─ python -m jaxtrain.train … --workdir=SWEEP/learning_rate=1e-3,width=64
            └─ guard of that process: kills it if the sweep is gone (launch.py)
@@ -30,6 +31,7 @@ import queue
 import random
 import re
 import shlex
+import signal
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -42,7 +44,7 @@ from jaxtrain.devices import cluster_environment
 from jaxtrain.experiments.run_folder import read_run
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.files import LineFile, fresh, read_json_lines, warned
+from jaxtrain.run.files import LineFile, fresh, read_json_lines, replace_text, warned
 from jaxtrain.run.metrics import METRICS, VALIDATION_LOSS, read_metrics
 from jaxtrain.run.run_lock import RunLock
 
@@ -57,8 +59,8 @@ usage: jaxtrain sweep --config=NAME|FILE --grid SETTING=VALUE,VALUE … [--paral
 Each run has a folder in --workdir, named after its settings, and a process of its own. All runs are
 checked before the first one begins. The same command goes on with a sweep that was stopped or
 killed, trains once more what failed, and prints the table of a sweep that has ended. The status is
-that of a run that failed, if one did. GPUs are shared out among parallel runs. TPU chips are not:
-use --parallel=1 there, or --index on several hosts.
+that of a run that failed, if one did. Parallel runs share the GPUs, with at least one for each. TPU
+chips are not shared out: use --parallel=1 there, or --index on several hosts.
 """
 FLAGS = (
     *(flag for flag in SHARED_FLAGS if flag.name in ("config", "workdir", "cpu_devices")),
@@ -76,7 +78,7 @@ FLAGS = (
     Flag("index", -1, "train this run alone, from 0, in this process: for array jobs", 0),
 )
 REACHED = ("step", "loss", VALIDATION_LOSS)  # metrics of a record
-RECORDS, PICTURE, OUTPUT = "sweep.jsonl", "sweep.png", "output.log"
+RECORDS, TABLE, PICTURE, OUTPUT = "sweep.jsonl", "table.txt", "sweep.png", "output.log"
 MOST_RUNS = 1000
 DRAWS = 100  # for each run: some are there already
 MOST_NAMED = 10  # lines of the picture with a legend
@@ -127,6 +129,7 @@ def main(argv: Sequence[str]) -> int | None:
         return status
     lock = RunLock(folder)
     lock.take(streams.log)
+    streams.outlive()
     try:
         signals = launch.received_signals()
         train_in_rungs(runs, flags, records, signals)
@@ -134,7 +137,7 @@ def main(argv: Sequence[str]) -> int | None:
     finally:
         lock.release()
     if signals:
-        return ExitStatus.STOPPED
+        return ExitStatus.INTERRUPTED if signals[0] == signal.SIGINT else ExitStatus.STOPPED
     return next((status for status in failed if not launch.goes_on(status)), max([0, *failed]))
 
 
@@ -154,7 +157,10 @@ def plan_sweep(reading: Reading) -> tuple[types.SimpleNamespace, list[SweepRun]]
     for settings in settings_of_runs(flags.grid, flags.random, flags.seed):
         folder = pathlib.Path(flags.workdir, name_of(settings))
         words = [*of_all, *(f"--config.{path}={text}" for path, text in settings.items())]
-        config, _ = train_command.parse([*words, f"--workdir={folder}"])
+        # the machine that lists runs need not have their devices
+        config, _ = cli.parse(
+            [*words, f"--workdir={folder}"], "", train_command.FLAGS, uses_devices=not flags.list
+        )
         if place := config.checkpoint.directory.rstrip("/"):
             words.append(f"--config.checkpoint.directory={place}/{folder.name}")
         digest = hashlib.sha256(repr(config).encode()).hexdigest()
@@ -228,7 +234,7 @@ def train_in_rungs(
     free = environments(flags.parallel, flags.cpu_devices)
     for cut in cuts:
         waiting = [run for run, last in reached(chosen, folder, cut) if last["status"] not in ENDED]
-        streams.log(f"{len(chosen)} runs to 1/{cut} of their steps, {len(waiting)} of them now")
+        streams.log(f"runs to 1/{cut} of their steps: {len(chosen)}, of which {len(waiting)} now")
         with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
             futures = [pool.submit(train, run, cut, free, signals) for run in waiting]
             for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
@@ -306,17 +312,19 @@ def named(record: Mapping[str, Any]) -> str:
 
 
 def report(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], folder: pathlib.Path) -> list[int]:
-    """Prints the table of runs and their records, and the errors of those that failed, and draws
-    it. The statuses of those that failed."""
+    """Prints, writes and draws the table of runs and their records, with the errors of those that
+    failed. The statuses of those."""
     table = [[*pairs[0][0].settings, *REACHED, "status"]]
     for run, record in pairs:
         figures = [f"{record[each]:.6g}" if each in record else "" for each in REACHED]
         table.append([*run.settings.values(), *figures, named(record)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    streams.log(*("  ".join(map(str.ljust, line, widths)).rstrip() for line in table))
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
     failed = [(run, record) for run, record in pairs if record["status"] > 0]
-    streams.log(*(f"{named(each)}: {run.folder}: {each['error']}" for run, each in failed))
-    with warned(folder / PICTURE, streams.log):
+    lines += [f"{named(each)}: {run.folder}: {each['error']}" for run, each in failed]
+    streams.log(*lines)
+    with warned(folder, streams.log):
+        replace_text(folder / TABLE, "\n".join(lines) + "\n")
         draw([pair for pair in pairs if pair[1]["status"] == 0], folder / PICTURE)
     return [record["status"] for _, record in failed]
 
@@ -334,15 +342,15 @@ def draw(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], path: pathlib.Path
         curves.plot(*zip(*read_run(run.folder).curve("loss"), strict=True))
     for axes, setting in zip(panels, settings, strict=True):
         texts = [run.settings[setting] for run, _ in pairs]
-        numbers = [value for value in map(cfg.number, texts) if value is not None]
-        are_numbers = len(numbers) == len(texts)
-        axes.set(title="last loss", xlabel=setting)
-        axes.set_xscale("log" if are_numbers and min(numbers) > 0 else "linear")
-        lines = collections.defaultdict(list)
-        for (run, record), value in zip(pairs, numbers if are_numbers else texts, strict=True):
+        numbers = [*map(cfg.number, texts)]
+        scale = "log" if all(value and value > 0 for value in numbers) else "linear"
+        axes.set(title="last loss", xlabel=setting, xscale=scale)
+        lines: dict[str, list[tuple[Any, float]]] = collections.defaultdict(list)
+        values = texts if None in numbers else numbers
+        for (run, record), value in zip(pairs, values, strict=True):
             others = {path: text for path, text in run.settings.items() if path != setting}
             lines[name_of(others)].append((value, score(record)))
-        for name, points in list(lines.items()):
+        for name, points in lines.items():
             axes.plot(*zip(*sorted(points), strict=True), "o-", label=name)
         if 1 < len(lines) <= MOST_NAMED:
             axes.legend()

@@ -14,6 +14,7 @@ No jax; the libraries are imported where they are used.
 
 import fcntl
 import hashlib
+import importlib
 import json
 import os
 import pathlib
@@ -92,8 +93,12 @@ def feed(folder: pathlib.Path, name: str, follow: bool) -> str:
     until standard input ends. What it has then, in words. Raises BlockingIOError where another
     process does the same, and whatever the tracker raises."""
     of_class = TRACKERS.get(name) or own_code.load(name)
-    (folder / FOLDER).mkdir(exist_ok=True)
-    with open(folder / FOLDER / f"{name.replace('/', '_')}.lock", "w") as lock:
+    if name in TRACKERS:
+        importlib.import_module(name)  # takes seconds, which the end of the run need not wait for
+    place = folder / FOLDER / f"{name.replace('/', '_')}.lock"
+    place.parent.mkdir(exist_ok=True)
+    # the folder may be a stranger's, with links
+    with os.fdopen(os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)) as lock:
         # the follower of a run that was killed ends a little later than the run
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if follow else fcntl.LOCK_NB))
         tracker, newest = None, -1

@@ -80,7 +80,7 @@ def log_results(
     )
     cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
     sample = {"prompt": train.sample_prompt, "text": text, "temperature": SAMPLE_TEMPERATURE}
-    append_record(folder / SAMPLES_FILE, {"step": train.steps} | sample, cluster.log)
+    append_record(folder / SAMPLES_FILE, {"step": train.last_step} | sample, cluster.log)
 
 
 def all_done(

@@ -94,9 +94,8 @@ class Fork:
     @property
     def start(self) -> StartPoint:
         """The beginning of the new run."""
-        if self.inherits != "position":
-            return StartPoint()
-        return StartPoint(self.meta.step, dataclasses.replace(self.meta, wall_s=0.0))
+        goes_on = StartPoint(self.meta.step, dataclasses.replace(self.meta, wall_s=0.0))
+        return goes_on if self.inherits == "position" else StartPoint()
 
     def record(self, config: ResolvedConfig) -> dict[str, Any]:
         """What the run's config.json says of it. config: the run's"""
@@ -116,15 +115,21 @@ class Fork:
         shapes_differ = wrong_arrays(own, expected_shapes(stored), trained_alone=True)
         name = f"step {self.meta.step} in {self.directory}"
         for each in violations(config, stored, self.meta.position):
-            path = each.field
-            in_common = path.startswith(IN_COMMON[self.inherits])
-            if in_common and (shapes_differ or not path.startswith(MODEL)):
-                rule = f"{each.rule} ({name}: train.fork_from)"
-                raise ConfigError(path, get(config, path), rule, fixes=[*each.fixes])
-        last, begin = config.train.steps, self.start.step
-        if last <= begin:
-            rule = f"is not beyond {name}, with which the run begins"
-            raise ConfigError("train.steps", last, rule, fixes=[{"train.steps": begin + last}])
+            in_common = each.field.startswith(IN_COMMON[self.inherits])
+            if in_common and (shapes_differ or not each.field.startswith(MODEL)):
+                raise ConfigError(
+                    each.field,
+                    get(config, each.field),
+                    f"{each.rule} ({name}: train.fork_from)",
+                    fixes=[*each.fixes],
+                )
+        if config.train.steps <= self.start.step:
+            raise ConfigError(
+                "train.steps",
+                config.train.steps,
+                f"is not beyond {name}, with which the run begins",
+                fixes=[{"train.steps": self.start.step + config.train.steps}],
+            )
 
     def state(self, step: Step) -> TrainState:
         """The run's state before its first step; all that it does not inherit is zero, as in a new
@@ -158,8 +163,9 @@ def open_fork(chosen: ChosenStep) -> Fork | None:
     text = config.train.fork_from
     place, _, number = text.rpartition("@") if re.search(r".@\d{1,10}$", text) else (text, "", "")
     if text and stores.absolute(steps.checkpoints_of(place)) == own:
-        rule = "is the run that is to begin with it"
-        raise ConfigError("train.fork_from", text, rule, "another --workdir")
+        raise ConfigError(
+            "train.fork_from", text, "is the run that is to begin with it", "another --workdir"
+        )
     if not text or chosen.start.resumes:
         return None
 
@@ -173,9 +179,10 @@ def open_fork(chosen: ChosenStep) -> Fork | None:
         choice = steps.choose(found.directory, steps.TO_TRAIN, wrong_arrays, before=before)
         if choice.step is None or step not in ("", str(choice.step)):
             nearest = place if choice.step is None else f"{place}@{choice.step}"
-            use = flag_text("config.train.fork_from", nearest)
-            rule = f"train.fork_from={text!r} is no complete step: use {use}"
-            raise subject.NoCheckpointsError(rule)
+            raise subject.NoCheckpointsError(
+                f"train.fork_from={text!r} is no complete step: use "
+                f"{flag_text('config.train.fork_from', nearest)}"
+            )
         sums = stores.read_within(found.directory / str(choice.step), manifest.FILE)
         meta, digest = dataclasses.asdict(choice.meta), hashlib.sha256(sums).hexdigest()[:12]
         return {"directory": str(found.directory), "meta": meta, "digest": digest}

@@ -16,7 +16,7 @@ def step_picture(config: ResolvedConfig) -> tuple[str, str]:
     ConfigError for a schedule that is not made for so many stages and microbatches."""
     count, few = config.pipeline.microbatches, ROUNDS * config.mesh.stage
     if config.mesh.stage == 1:
-        return f"one stage: {count} microbatches one after the other", ""
+        return "one stage, whose microbatches follow each other", ""
     shown = min(count, few) if config.pipeline.schedule in SHORTENED else count
     setup = make_setup(cfg.replace(config, {"pipeline.microbatches": shown}).resolve())
     svg = drawing.svg(setup.table, setup.simulation().timeline_coupled, setup.table.name)

@@ -95,8 +95,12 @@ class Evaluation:
             rows, length = like.shape[0] * like.shape[1], like.shape[2]
             padding = (0, -len(tokens) % rows), (0, length - ones.shape[1])
             filled = np.pad(arrays[name].astype(like.dtype), padding).reshape(-1, *like.shape)
-            put = functools.partial(jax.make_array_from_callback, like.shape, like.sharding)
-            batches.append([put(one.__getitem__) for one in filled])
+            batches.append(
+                [
+                    jax.make_array_from_callback(like.shape, like.sharding, one.__getitem__)
+                    for one in filled
+                ]
+            )
         each = (
             dict(zip(self._batch, arrays, strict=True)) for arrays in zip(*batches, strict=True)
         )
@@ -156,8 +160,9 @@ class OwnEvaluation:
         try:
             self._function = own_code.load(self._text) if self._text else None
         except own_code.OwnCodeError as error:
-            path = "train.evaluate"
-            raise ConfigError(path, self._text, str(error), fixes=[{path: ""}]) from None
+            raise ConfigError(
+                "train.evaluate", self._text, str(error), fixes=[{"train.evaluate": ""}]
+            ) from None
 
     def numbers(
         self, evaluation: Evaluation, params: dict, step: int, log: Callable[[str], object]

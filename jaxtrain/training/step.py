@@ -15,7 +15,7 @@ training/compiled_step.py compiles them.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered, Wrapped
 
 from jaxtrain.config import ConfigError, DataConfig, ParallelConfig, ResolvedConfig, has_experts
-from jaxtrain.config.phases import Span, config_of, rate_lines
+from jaxtrain.config.phases import RateLine, Span, config_of, rate_lines
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import host_memory
@@ -221,6 +221,23 @@ def make_layout(config: ResolvedConfig, mesh: Mesh, setup: Setup) -> ParameterLa
     )
 
 
+def _optimizer(
+    config: ResolvedConfig, layout: ParameterLayout, lines: Sequence[RateLine]
+) -> Optimizer:
+    """The optimizer of a config for the parameters of a layout. lines: of the run's phases"""
+    return Optimizer(
+        config.optimizer,
+        config.train.steps,
+        layout.specs,
+        config.precision.moments,
+        layout.offload,
+        random_keys(layout, config.train.seed, ROUNDING),
+        tuple(lines),
+        layout.scattered,
+        config.precision.compute,
+    )
+
+
 def make_step(
     config: ResolvedConfig, mesh: Mesh, setup: Setup | None = None, span: Span | None = None
 ) -> Step:
@@ -241,17 +258,7 @@ def make_step(
 
     # The state: where parameters lie, and the optimizer that updates them.
     layout = make_layout(config, mesh, setup)
-    optimizer = Optimizer(
-        config.optimizer,
-        config.train.steps,
-        layout.specs,
-        precision.moments,
-        layout.offload,
-        random_keys(layout, config.train.seed, ROUNDING),
-        lines,
-        layout.scattered,
-        precision.compute,
-    )
+    optimizer = _optimizer(config, layout, lines)
     abstract = abstract_state(layout, optimizer)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
 

@@ -3,6 +3,7 @@ for whatever is wrong."""
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as command, manifest, reading, retention, steps, stores
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.steps import Meta
+from jaxtrain.config import recipes
 from jaxtrain.run import streams
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
@@ -464,16 +466,43 @@ def test_prune(run, here):
     assert not (run / "run.lock").exists() and steps.choose(folder, {}).step == 6
 
 
+def test_mean(run, here, tmp_path):
+    """Ones and twos, of a run and of a step of it; a step of another model and a damaged one."""
+    out, last = tmp_path / "mean", run / "checkpoints" / "6"
+    status, lines, err = here("mean", run, last, f"--out={out}")
+    assert status == 0 and lines[0].startswith(f"{out}: step 0 with the mean of "), err
+    step = reading.open_step(epath.Path(out) / "checkpoints" / "0")
+    found = {name: np.unique(np.asarray(a.read().result())) for name, a in step.arrays.items()}
+    assert all(
+        numbers.tolist() == [np.float32(5 / 3) if name.startswith("params/") else 0]
+        for name, numbers in found.items()
+    )
+    assert steps.fault(step.folder) == "" and recipes.load_recipe(str(out / "config.json"))
+    other = shutil.copytree(run, tmp_path / "other") / "checkpoints" / "6"
+    meta = json.loads((other / "meta" / "metadata").read_text())
+    meta["config"]["model"]["activation"] = "gelu"
+    (other / "meta" / "metadata").write_text(json.dumps(meta))
+    again = f"--out={tmp_path / 'again'}"
+    status, _, err = here("mean", run, other, again)
+    assert status == 2 and "model.activation='gelu', and " in err and err.count("\n") == 1
+    damage_numbers(last, "params.embed.table")
+    status, _, err = here("mean", run, again)
+    assert status == 74 and "params/embed/table" in err and err.count("\n") == 1
+    assert not (tmp_path / "again").exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (
             ["lst", "RUN"],
-            "'lst' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune",
+            "'lst' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune, "
+            "mean",
         ),
         (
             ["RUN"],
-            "'RUN' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune",
+            "'RUN' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune, "
+            "mean",
         ),
         (["ls"], "ls is about one folder, not 0: use jaxtrain checkpoint ls DIR"),
         (
@@ -529,11 +558,19 @@ def test_prune(run, here):
             "does not exist: ",
         ),
         (["prune", "RUN", "--keep=x"], "--keep='x' is not an integer\n"),
+        (
+            ["mean", "RUN", "--steps=3,5", "--out=NEW"],
+            "RUN/checkpoints has no step '5': use",
+        ),
+        (["mean", "RUN/checkpoints/3"], "mean is about several steps, not 1: use jaxtrain checkp"),
+        (["mean"], "mean is about several steps, not 0: use jaxtrain checkpoint mean DIR --steps"),
+        (["mean", "RUN", "--out=RUN"], "--out=RUN is no new folder: use another name"),
     ],
 )
-def test_one_line_for_what_is_wrong(original, here, argv, message):
+def test_one_line_for_what_is_wrong(original, here, tmp_path, argv, message):
     """What is suggested works behind the rest."""
-    words = [word.replace("RUN", str(original)) for word in argv]
+    names = {"RUN": str(original), "NEW": str(tmp_path / "new")}
+    words = [functools.reduce(lambda w, n: w.replace(n, names[n]), names, word) for word in argv]
     status, out, err = here(*words)
     assert status == 2 and not out and err.count("\n") == 1
     assert err.startswith(f"error: {message.replace('RUN', str(original))}"), err

@@ -22,7 +22,7 @@ def data_of(folder) -> dict:
 def test_a_run_without_records(tmp_path):
     data = data_of(write_run(tmp_path))
     assert data["curves"] == {} and data["is_running"] is None and data["goodput"] == []
-    assert data["schedule"] == ["one stage: 1 microbatches one after the other", ""]
+    assert data["schedule"] == ["one stage, whose microbatches follow each other", ""]
 
 
 def test_curves_rollbacks_and_damaged_lines(tmp_path):

@@ -17,7 +17,7 @@ import time
 import pytest
 from support import ROOT
 
-from jaxtrain import launch
+from jaxtrain import launch, train_command
 from jaxtrain.experiments import sweep
 
 # Trains like jaxtrain: it goes on where metrics.jsonl ends, until train.stop_at or 8 steps. The
@@ -41,7 +41,7 @@ for step in range(begin + 1, int(flags.get("config.train.stop_at", 8)) + 1):
 """
 SWEEP = """
 import sys
-from jaxtrain import launch
+from jaxtrain import launch, train_command
 from jaxtrain.experiments import sweep
 from jaxtrain.run import streams
 launch.python = lambda module: [sys.executable, "train.py"]
@@ -130,7 +130,7 @@ def test_a_sweep_its_failures_and_the_next_start(run, folder):
     """A run that fails does not end the sweep; the next start trains it once more, and no other."""
     grid = "--grid=optimizer.learning_rate=5,9,4", "--grid", "data.seed=7"
     status, lines = run(*grid)
-    assert status == 1 and lines[0] == "3 runs to 1/1 of their steps, 3 of them now"
+    assert status == 1 and lines[0] == "runs to 1/1 of their steps: 3, of which 3 now"
     assert "/3 learning_rate=9,seed=7: 1 FAULT, error: loss is nan" in "\n".join(lines)
     words = [line.split() for line in table(lines)]
     assert words[:4] == [
@@ -143,10 +143,13 @@ def test_a_sweep_its_failures_and_the_next_start(run, folder):
     said = pathlib.Path("all/learning_rate=9,seed=7/output.log")
     assert said.read_text().splitlines()[:2] == ["after 0 on None", "error: loss is nan"]
     assert (folder / "all" / "sweep.png").stat().st_size > 9000
+    assert (folder / "all" / "table.txt").read_text().splitlines() == table(lines)
     status, again = run(*grid)
-    assert "1 of them now" in again[0] and table(again) == table(lines)
+    assert "3, of which 1 now" in again[0] and table(again) == table(lines)
     assert "after 1 on None" in said.read_text()
-    assert "1 of them now" in run("--grid=data.seed=7", "--config.optimizer.learning_rate=6")[1][0]
+    assert (
+        "1, of which 1 now" in run("--grid=data.seed=7", "--config.optimizer.learning_rate=6")[1][0]
+    )
 
 
 def test_halving(run, folder):
@@ -154,8 +157,8 @@ def test_halving(run, folder):
     rates = "--grid=optimizer.learning_rate=1,2,3,4,5,6,7,8,9"
     status, lines = run(rates, "--halving=3")
     assert status == 1 and [line for line in lines if "of their steps" in line] == [
-        "9 runs to 1/3 of their steps, 9 of them now",
-        "3 runs to 1/1 of their steps, 3 of them now",
+        "runs to 1/3 of their steps: 9, of which 9 now",
+        "runs to 1/1 of their steps: 3, of which 3 now",
     ]
     words = [line.split()[:2] for line in table(lines)[1:10]]
     assert words == [
@@ -174,11 +177,19 @@ def test_parallel_runs_share_the_gpus(run, folder, monkeypatch):
     assert seen == {"3,5", "6,8"}
 
 
-def test_one_run_of_a_list(run, folder):
+def test_a_run_of_a_list_by_its_index(run, folder, monkeypatch):
+    """In this process, and the table of the sweep has it: a job of an array has trained it."""
     _, lines = run(RATES, "--list")
     assert len(lines) == 5 and not (folder / "all").exists()
     words = shlex.split(lines[2])
     assert words[:2] == ["jaxtrain", "train"] and words[-1] == "--workdir=all/learning_rate=3.5"
+    train = lambda argv: subprocess.run([*launch.python(""), *argv], check=True).returncode
+    monkeypatch.setattr(train_command, "main", train)
+    (folder / "all").mkdir()
+    assert run(RATES, "--index=2")[0] == 0
+    status, lines = run(RATES)
+    assert (status, lines[0]) == (0, "runs to 1/1 of their steps: 5, of which 4 now")
+    assert table(lines)[1].split() == ["3.5", "8", "0.625", "finished"]
 
 
 def alive(folder: pathlib.Path) -> list[int]:

@@ -104,6 +104,18 @@ def test_a_tracker_gets_each_step_once(tmp_path):
     assert own_trackers.records_of(tmp_path / "copy" / "kept.jsonl")[0][0] != kept()[0][0]
 
 
+def test_links_in_a_folder_are_not_followed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", sys.stdin)  # the command changes it
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    name = f"{OWN}Kept".replace("/", "_")
+    (write_run(tmp_path / "run", 3, 2) / "trackers").mkdir()
+    (tmp_path / "run" / "trackers" / f"{name}.lock").symlink_to(mine)
+    assert track.main([str(tmp_path / "run"), f"--to={OWN}Kept"]) == 74
+    assert "Too many levels of symbolic links" in capsys.readouterr().err
+    assert mine.read_text() == "mine" and not (tmp_path / "run" / "kept.jsonl").exists()
+
+
 def test_the_latest_step_waits_for_its_evaluation(tmp_path, monkeypatch):
     """Until the run ends. A tracker that hangs ends by an alarm."""
     alarms: list[int] = []
@@ -223,8 +235,8 @@ def assert_each_step_once(found: dict[str, list], workdir) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(not PACKAGES.exists(), reason=f"no trackers here: {INSTALL}")
 def test_a_run_that_is_killed_and_rolled_back_has_each_step_once(tmp_path_factory):
-    """The run is killed twice, and a tracker's process each time, too; it goes back once. Then the
-    same by the command, for a run that no tracker has followed."""
+    """The run is killed twice, and a tracker's process in each start; it goes back once. Then the
+    same by the command, for trackers that have not followed it."""
     folder = tmp_path_factory.mktemp("tracked")
     runs.write_inputs(folder)
     workdir = folder / "run"
@@ -240,20 +252,20 @@ def test_a_run_that_is_killed_and_rolled_back_has_each_step_once(tmp_path_factor
     )
     words = ["support.bad_batches", "nan:43,44", "slow:1", "--"]
     words += runs.training(workdir, *flags, devices=1)[1:]
-    for kill_at in (25, 65, None):
+    for step, tracker in ((25, "mlflow"), (65, "wandb"), (80, "trackio")):
         with runs.running(folder, *words, environment=in_trackers(folder)) as command:
-            if kill_at:
-                command.wait_for(lambda at=kill_at: runs.last_step(workdir) >= at, "a step")
-                victim = [
-                    pid
-                    for pid in children(command.process.pid)
-                    if f"--to={'mlflow' if kill_at == 25 else 'wandb'} " in command_line(pid)
-                ]
-                os.kill(victim[0], signal.SIGKILL)
+            command.wait_for(lambda at=step: runs.last_step(workdir) >= at, "a step")
+            (victim,) = [
+                pid
+                for pid in children(command.process.pid)
+                if f"--to={tracker} " in command_line(pid)
+            ]
+            os.kill(victim, signal.SIGKILL)
+            if step < 80:
                 command.kill()
-            else:
-                done = command.end()
-    assert "has ended" not in done.err
+            else:  # the end of the run sends the rest by another process
+                warned = command.end().err.count("warning: the tracker trackio has ended (by sign")
+    assert warned == 1
     assert (workdir / "metrics.rolled_back.jsonl").exists()
     found = records_in(folder)
     assert_each_step_once(found, workdir)

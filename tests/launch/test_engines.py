@@ -209,7 +209,7 @@ def test_pods_of_a_sweep_train_a_run_each(tmp_path):
     said = subprocess.run(words, env=own, capture_output=True, text=True, check=True).stdout
     command = ["-m", "jaxtrain", "sweep", *container["args"], "--index=3"]
     assert said.splitlines() == command
-    listed = [sys.executable, *command[:-1], "--cpu_devices=1", "--list"]
+    listed = [sys.executable, *command[:-1], "--list"]
     own = os.environ | {"PYTHONPATH": str(ROOT)}
     runs = subprocess.run(listed, env=own, capture_output=True, text=True, check=True).stdout
     assert len(runs.splitlines()) == job["completions"]

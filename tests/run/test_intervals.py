@@ -60,6 +60,12 @@ def test_only_independent_replicas_exchange_and_synchronize_seldom():
     ]
 
 
+def test_a_stop_before_the_last_step_is_saved_and_evaluated_and_exchanges_nothing():
+    c = intervals(train__stop_at=7, train__diloco_inner_steps=3, mesh__replica=2)
+    assert steps(c.saves) == steps(c.evaluates) == [7] and steps(c.exchanges) == [3, 6, 9, 10]
+    assert intervals(train__stop_at=99).last == 10
+
+
 def test_a_program_of_several_steps_ends_where_something_is_due():
     c = intervals(
         checkpoint__every=4, train__eval_every=6, train__hash_every=9, metrics__log_every=1

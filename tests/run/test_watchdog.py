@@ -329,3 +329,15 @@ def test_an_error_beside_the_loop_ends_all_processes(world, capfd, monkeypatch):
         and two.ended == {1: 74}
         and capfd.readouterr().err == "error: run.lock is gone\n" * 2
     )
+
+
+def test_an_evaluation_of_ones_own_has_its_time(world):
+    one = world(1, hang_after=0.01)
+    one.step()
+    one.clocks[0].enter(Phase.EVALUATING)
+    time.sleep(0.3)  # more than 20 × hang_after
+    one.watchdogs[0].evaluate_s = 60.0
+    assert one.watchdogs[0]._look(time.monotonic()) is None
+    one.watchdogs[0].evaluate_s = 0.0
+    ending = one.watchdogs[0]._look(time.monotonic())
+    assert ending and "evaluating took 0 s" in ending.text

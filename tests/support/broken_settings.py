@@ -366,6 +366,16 @@ RULES = [
         "train.loss='loss.py' is not FILE.py:NAME or package.module:NAME: use --config.train.loss=",
     ),
     (
+        {"train.evaluate": "own.py"},
+        "train.evaluate='own.py' is not FILE.py:NAME or package.module:NAME: use "
+        "--config.train.evaluate=",
+    ),
+    (
+        {"train.fork_from": "runs/a@20", "train.init_from": "org/model"},
+        "train.fork_from='runs/a@20' has weights for a new run, and so has "
+        "train.init_from='org/model': use --config.train.init_from=",
+    ),
+    (
         {"train.loss": "mine:loss", "train.z_loss": 1e-4},
         "train.z_loss=0.0001 is a term of cross-entropy, in whose place is train.loss='mine:loss': "
         "use --config.train.z_loss=0.0",
@@ -430,6 +440,26 @@ RULES = [
         "parallel.offload='optimizer' offloads the optimizer's state, which independent "
         "replicas (train.diloco_inner_steps=20) keep on their devices"
         ": use --config.parallel.offload=none",
+    ),
+    (
+        {"train.eval_ema": True},
+        "train.eval_ema=True needs an average, and optimizer.ema_decay=0: use "
+        "--config.train.eval_ema=false",
+    ),
+    (
+        {"optimizer.ema_decay": 0.9, "train.diloco_inner_steps": 20, "mesh.replica": 2},
+        "optimizer.ema_decay=0.9 is for one set of parameters, and replicas have their own with "
+        "train.diloco_inner_steps=20: use --config.optimizer.ema_decay=0.0",
+    ),
+    (
+        {
+            "optimizer.ema_decay": 0.9,
+            "parallel.offload": "optimizer",
+            "parallel.offload_directory": "/mnt/nvme",
+        },
+        "optimizer.ema_decay=0.9 has no average on disk, where "
+        "parallel.offload_directory='/mnt/nvme' keeps the optimizer's state: use "
+        "--config.parallel.offload_directory=",
     ),
     (
         {"parallel.offload_directory": "/mnt/nvme"},
@@ -1031,6 +1061,14 @@ ALLOWED = [
 # Settings that are not at their defaults and have no use: what the note says. A recipe's must work
 # without.
 UNUSED = [
+    (
+        {"train.fork_inherits": "weights"},
+        "train.fork_inherits=weights has no use with train.fork_from=''",
+    ),
+    (
+        {"train.evaluate_seconds": 60.0},
+        "train.evaluate_seconds=60.0 has no use with train.evaluate=''",
+    ),
     (
         {"model.mup_base_head_dim": 16},
         "model.mup_base_head_dim=16 has no use with model.mup_base_width=0 and "

@@ -49,7 +49,7 @@ BESIDE_THE_PROGRAM = (
 # Settings → why their effect is not looked at here.
 UNSEEN = {
     "a path": "data.source data.tokenizer data.cache checkpoint.directory checkpoint.local "
-    "parallel.offload_directory train.init_from",
+    "parallel.offload_directory train.init_from train.fork_from",
     "the machine's time": "checkpoint.minutes checkpoint.grace checkpoint.keep train.hang_after "
     "data.prefetch pipeline.measure_times",
     "an output of its own": "metrics.tensorboard metrics.rows metrics.trackers "
@@ -59,7 +59,8 @@ UNSEEN = {
     "another number of devices": " ".join(p for p in cfg.fields() if p.startswith("mesh.")),
     "the hardware that is planned for": "train.hardware",
     "one value on CPUs": "model.attention_kernel parallel.collective_matmul",
-    "code of one's own": "model.block model.mixer model.block_settings train.loss data.filter",
+    "code of one's own": "model.block model.mixer model.block_settings train.loss train.evaluate "
+    "data.filter",
     "read as text": "parallel.compiler_options pipeline.times pipeline.layer_costs",
 }
 

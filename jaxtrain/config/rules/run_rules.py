@@ -166,10 +166,13 @@ def steps_suffice(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Vi
 def average_fits(
     optimizer: OptimizerConfig, train: TrainConfig, parallel: ParallelConfig
 ) -> Iterator[Violation]:
-    path, without = "optimizer.ema_decay", {"optimizer.ema_decay": 0.0, "train.eval_ema": False}
+    path = "optimizer.ema_decay"
+    without = {path: 0.0} | ({"train.eval_ema": False} if train.eval_ema else {})
     if train.eval_ema and not optimizer.ema_decay:
         yield Violation(
-            "train.eval_ema", f"needs an average, and {path}=0", [{path: 0.999}, without], show=2
+            "train.eval_ema",
+            f"needs an average, and {path}=0",
+            [{path: 0.999}, {"train.eval_ema": False}],
         )
     if optimizer.ema_decay and train.diloco_inner_steps:
         yield Violation(

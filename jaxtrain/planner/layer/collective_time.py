@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import OUTER_BLOCK
 from jaxtrain.planner.layer.layer_collectives import LayerOpCollectives
 from jaxtrain.planner.layer.layout import AXES
@@ -42,6 +43,8 @@ class Parameters(NamedTuple):
     cast:     matrix products read it in the type that they compute in
     product:  a matrix whose products may be of FP8
     matrix:   False for a norm, a bias or a count
+    dealt:    None if it is no matrix that Muon deals out; otherwise the axes that split it, with
+              those of `scatter`, and the axes along which devices have copies
     """
 
     size: float
@@ -54,6 +57,7 @@ class Parameters(NamedTuple):
     matrix: bool = True
     product: bool = False
     as_zero3: bool = False
+    dealt: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def in_ops(self, others: bool) -> bool:
         """True if ops gather it, or scatter its gradient. others: they do so with parameters that
@@ -170,6 +174,19 @@ class StepCollectives(LayerOpCollectives):
         axes = tuple(axis for axis in p.scatter if axis not in scattered)
         number = self.settings.sent_weight if p.cast else FLOAT32
         return Collective(GATHER, axes, p.size / self.devices(scattered) * number)
+
+    def deals(self, p: Parameters) -> list[Collective]:
+        """The all-to-alls that bring shards of Muon's momenta to the devices that have a matrix
+        whole, and its directions back, and the all-gather of directions where devices have copies
+        of shards (training/update/muon.py)."""
+        if p.dealt is None or record_of(self.settings.optimizer.name).rest is None:
+            return []
+        shards, copies = p.dealt
+        held = p.size / self.devices(p.scatter) * self.item
+        return [
+            Collective(EXCHANGE, shards, held / self.devices(copies), 2),
+            Collective(GATHER, copies, held),
+        ]
 
     # --------------------------------------------- independent replicas (parallel/replicas.py)
 

@@ -17,6 +17,7 @@ class ParameterShape(NamedTuple):
 
     cast:    used in the compute type
     product: a matrix whose products may be of FP8
+    matrices: (number, rows, columns) of those that Muon orthogonalizes, each on its own
     """
 
     name: str
@@ -24,6 +25,7 @@ class ParameterShape(NamedTuple):
     axes: tuple[str, ...]
     cast: bool
     product: bool
+    matrices: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def size(self) -> int:
@@ -66,6 +68,12 @@ class Product(NamedTuple):
     def of_mlp(self) -> bool:
         """True in an MLP, or in the experts in its place."""
         return self.names[0].startswith("mlp.")
+
+
+def newton_schulz(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
+    """The products [m, k] · [k, n] of one iteration that orthogonalizes a matrix with no more rows
+    than columns (training/update/muon.py), as (m, n, k): X Xᵀ, its square, and their sum with X."""
+    return (rows, rows, columns), (rows, rows, rows), (rows, columns, rows)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

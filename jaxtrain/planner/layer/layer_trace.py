@@ -23,7 +23,7 @@ from jax.extend.core import Literal
 from jaxtrain.config import ResolvedModel
 from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.devices.sharding import RULES
-from jaxtrain.models.spec import binder, is_spec, specs
+from jaxtrain.models.spec import Spec, binder, is_spec, specs
 from jaxtrain.models.transformer import block_of, build
 from jaxtrain.planner.layer.layer import (
     BATCH,
@@ -67,9 +67,22 @@ def _arrays(tree: Any) -> tuple[ParameterShape, ...]:
             tuple("".join(RULES[axis][:1]) for axis in spec.axes),
             spec.cast,
             spec.product,
+            _matrices(spec),
         )
         for path, spec in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec)
     )
+
+
+def _matrices(spec: Spec) -> tuple[tuple[int, int, int], ...]:
+    """ParameterShape.matrices."""
+    if not spec.orthogonalized:
+        return ()
+    lead, dims = spec.shape[: spec.batch_dims], spec.shape[spec.batch_dims :]
+    number, rows, side_by_side = map(
+        math.prod, (lead, dims[: spec.row_dims], dims[spec.row_dims :])
+    )
+    widths = spec.columns or (1,)
+    return tuple((number, rows, side_by_side * n // sum(widths)) for n in widths)
 
 
 def ends_of(cfg: ResolvedModel) -> tuple[ParameterShape, ...]:

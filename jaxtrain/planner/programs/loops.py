@@ -28,6 +28,8 @@ EXCESS = re.compile(r"/row_excess_(\d+)_(\d+)_(\d+)/")
 CALLS = "/document_calls/"
 # Scope of runtime/layers/layer_loops.py (trips on each stage, in so many repeats).
 LAYERS = re.compile(r"/trips_([\d_]+)_of_(\d+)/")
+# Scope of training/update/muon.py (units of matrices, devices).
+DEALT = re.compile(r"/dealt_(\d+)_to_(\d+)/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,8 @@ class StepLoops:
         if excess := EXCESS.search(loop.op_name):
             capacity, mean, block = map(int, excess.groups())
             return max(0, -(-(routed(capacity) - mean) // block))
+        if dealt := DEALT.search(loop.op_name):
+            return fractions.Fraction(*map(int, dealt.groups()))
         if CALLS in loop.op_name:
             return 1
         if self.program.holds_ops(loop):

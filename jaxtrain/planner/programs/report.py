@@ -32,6 +32,7 @@ from jaxtrain.run.wall_clock import Phase, WallClock, start_record
 from jaxtrain.training.compiled_step import compiled_memory
 from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.step import Step, make_layout, make_step
+from jaxtrain.training.update.muon import Matrices
 
 MIB = 2**20
 CPUS_COMPILER = (
@@ -53,6 +54,11 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
         depth = 2 if keys[0] in ("layers", "first", "predictors") else 1
         depth += keys[0] == "layers" and bool(layout.placement.forms)
         split = tuple(axis for part in reduction.unsharded for axis in mesh_axes(part))
+        dealt = None
+        if spec.orthogonalized:
+            one = (1,) * reduction.lead + spec.shape
+            matrices = Matrices.of(one, spec, reduction.storage, layout.mesh)
+            dealt = matrices.shards, matrices.copies
         groups["/".join(keys[:depth])][".".join(keys[depth:])] = Parameters(
             parameter.size // math.prod(layout.mesh.shape[axis] for axis in split),
             reduction.scatter_axes,
@@ -64,6 +70,7 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
             spec.matrix,
             spec.product,
             layout.shards_ends and keys[0] != "layers",
+            dealt,
         )
     return groups
 

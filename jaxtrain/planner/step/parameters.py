@@ -1,10 +1,12 @@
 """What a device holds of a model: its parameters, the optimizer's state and masters."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtrain.config import OptimizerConfig
@@ -88,12 +90,13 @@ def _held_numbers(
             unsplit = [not axis for axis in array.axes]
             axes, dim = scattered(padded, unsplit, inside, over_stage and of != PARAMETERS, by_axis)
             splits[dim] *= math.prod(by_axis[axis] for axis in axes)
+        of_array = record and record.of(bool(array.matrices))
         # Without padding a dimension may not divide; each device has all of it.
-        held = padded if record is None or record.elementwise else array.shape
+        held = padded if of_array is None or of_array.elementwise else array.shape
         parts = [n if n % split else n // split for n, split in zip(held, splits, strict=True)]
-        if record is None or optimizer is None:
+        if of_array is None or optimizer is None:
             return math.prod(parts) if array.cast or of != MASTERS else 0
-        state = record.state(array.shape, optimizer)
+        state = of_array.state(array.shape, optimizer)
         return sum(math.prod(parts[dim] for dim in dims) for dims in state)
 
     in_stacks = [
@@ -106,12 +109,17 @@ def _held_numbers(
     )
     padded = padded_vocabulary(model.vocab_size, shards), model.width
     of_table = numbers(table, over_stage=not shared, padded=padded)
-    ends = sum(map(numbers, model.ends)) + tables * of_table
-    layer = lambda kind, dense=False: sum(map(numbers, model.of_kind(kind).layer(dense).arrays))
-    ends += sum(layer(kind, True) for kind in kinds_of_layers(model)[: model.dense_layers])
-    ends += model.mtp_depth * layer(model.stack[-1])
+    ends = sum(map(numbers, _arrays_of_ends(model))) + tables * of_table
     experts = [sum(n for array, n in of.items() if EXPERT in array.axes) for of in in_stacks]
     return HeldNumbers([sum(of.values()) for of in in_stacks], experts, of_table, ends)
+
+
+def _arrays_of_ends(model: Model) -> list[ParameterShape]:
+    """The parameters before and after the layers, but for the vocabulary's tables."""
+    layers = [(kind, True) for kind in kinds_of_layers(model)[: model.dense_layers]]
+    layers += [(model.stack[-1], False)] * model.mtp_depth
+    arrays = [model.of_kind(kind).layer(dense).arrays for kind, dense in layers]
+    return [*model.ends, *itertools.chain(*arrays)]
 
 
 class ParameterGroups(NamedTuple):
@@ -191,6 +199,22 @@ class DeviceState(StepPart):
         held = self._held(of, shared)
         return sum(map(operator.mul, layers, held.layer)) + held.ends
 
+    @functools.cached_property
+    def matrices(self) -> Mapping[tuple[int, int], float]:
+        """(rows, columns), the fewer ones first → the number of such matrices that Muon deals out
+        over the devices of a stage and replica with the most layers: those of experts on a device
+        of their axis times its size."""
+        layers, _ = self._defaults((), None)
+        model, of_forms = self.model, zip(layers, self.model.forms, strict=True)
+        counts: dict[tuple[int, int], float] = collections.defaultdict(float)
+        in_layers = ((n, a) for n, form in of_forms for a in model.of_kind(form).layer().arrays)
+        # Those of both ends are on all stages, which share them out.
+        at_ends = ((1 / self.layout.stage, a) for a in _arrays_of_ends(model))
+        for times, array in itertools.chain(in_layers, at_ends):
+            for number, rows, columns in array.matrices:
+                counts[min(rows, columns), max(rows, columns)] += number * times
+        return counts
+
     def _held(
         self, of: OptimizerConfig | str, shared: bool, zero: bool | None = None
     ) -> HeldNumbers:
@@ -219,11 +243,20 @@ class DeviceState(StepPart):
             held.experts, scatter, sums, (STAGE, EXPERT, MODEL), scatter, data, product=True
         )
         size, ends = held.layers + dense - held.experts, held.ends - dense
-        layers = experts._replace(size=size, sums=(*sums, EXPERT), split=(STAGE, MODEL))
+        copies = tuple(a for a in sums if a != REPLICA)
+        layers = experts._replace(
+            size=size,
+            sums=(*sums, EXPERT),
+            split=(STAGE, MODEL),
+            dealt=((*scatter, MODEL), (*copies, EXPERT)),
+        )
+        # Without an axis of their own it is whole experts that are scattered.
+        splitting = scatter if layout.expert > 1 else ()
+        experts = experts._replace(dealt=((*splitting, MODEL), copies))
         shared = self.settings.vocabulary_parallel
         stages = layout.stage if shared else 1
         table = self._held(PARAMETERS, shared, zero=False).table * (not model.tied_embeddings)
-        at_ends = layers._replace(product=False)
+        at_ends = layers._replace(product=False, dealt=None)
         if axes:
             sums = tuple(a for a in (*replicas, *SHARD_AXES, STAGE) if a not in axes)
             at_ends = Parameters(0, axes, sums, (MODEL,), axes, axes, as_zero3=True)

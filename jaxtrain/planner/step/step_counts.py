@@ -220,6 +220,7 @@ class StepCounts:
             *ops,
             ("reduce", 1, [collective for p in parameters for collective in c.reductions(p)]),
             ("optimizer", 1, [c.after_the_update(p) for p in parameters]),
+            ("optimizer", 1, [collective for p in parameters for collective in c.deals(p)]),
         ]
 
     def _weights(self, op: str, unit: int, kind: str, reads: bool) -> list[Collective]:

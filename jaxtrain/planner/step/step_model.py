@@ -233,6 +233,7 @@ def settings_of_run(config: FilledConfig) -> StepSettings:
         moment_bytes=bytes_of(precision.moments),
         sent_gradient=bytes_of(precision.reduce),
         precision=precision,
+        optimizer=config.optimizer,
         parallel=config.parallel if chosen else automatic.parallel,
         inner_steps=config.train.diloco_inner_steps,
         documents=not config.data.attend_across_documents,

@@ -187,7 +187,8 @@ class StepModel(StepPart):
         return peak / self.model.training_flops_per_token()
 
     def hardware_flops(self) -> float:
-        """Operations with those that layers recompute (Narayanan 2021, Korthikanti 2022)."""
+        """Operations with those that layers recompute (Narayanan 2021, Korthikanti 2022), and those
+        of the update's iterations."""
         model, causal = self.model, self.settings.causal_rates
         remat, fraction = self.layout.recomputation.mode, self.recomputed_fraction
         recomputed = 0.0
@@ -200,4 +201,5 @@ class StepModel(StepPart):
             recomputed = model.layers * layer.mean_of_kinds(
                 lambda kind: kind.flops_made_again(of_core * kind.model.attention_flops())
             )
-        return self.model_flops() + self.layout.batch * fraction * recomputed
+        update = self.layout.replica * self.layout.stage * self.update.newton_schulz_flops()
+        return self.model_flops() + self.layout.batch * fraction * recomputed + update

@@ -244,7 +244,9 @@ class Orthogonalizer:
         # Some devices have a unit more, and may: nothing in the loop is a collective.
         alike = (number == number[0]).all()
         trips = int(number[0]) if alike else jnp.asarray(number)[device]
-        return lax.fori_loop(0, trips, update, message_SKG)
+        # The scope has the mean number of trips, for readers of the compiled program.
+        with jax.named_scope(f"dealt_{number.sum()}_to_{len(number)}"):
+            return lax.fori_loop(0, trips, update, message_SKG)
 
     def _of_unit(self, m: Matrices, shards_S: jax.Array) -> jax.Array:
         """The directions of a unit, from all devices' shards of its momenta, [S, numbers]."""

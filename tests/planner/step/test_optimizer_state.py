@@ -138,6 +138,7 @@ FORMS = {
         "precision.masters": "none",
         "precision.moments": "bfloat16",
     },
+    "masters, average": {"precision.params": "bfloat16", "optimizer.ema_decay": 0.999},
 }
 
 
@@ -158,7 +159,7 @@ def test_16_bit_state_of_a_device(model, form, turn):
         state = abstract_state(layout, made)
         masters = bytes_per_device((state.params, state.working)) - bytes_per_device(state.read)
         parts = memory(step_model_of(config, load("h100")), config.model.loss_chunk, slots).parts
-        allocated = bytes_per_device(state.optimizer) + masters
+        allocated = bytes_per_device((state.optimizer, state.ema)) + masters
         assert parts["optimizer"] + COUNTS == allocated, f"{name}, ZeRO {zero}"
         if zero < 3:  # then the plan shards vectors, too
             read = bytes_per_device(state.read)

@@ -2,6 +2,7 @@
 collective and mesh axes."""
 
 import collections
+import functools
 import sys
 
 import jax
@@ -15,14 +16,16 @@ from jaxtrain.config import Config
 from jaxtrain.config.saved_values import ATTENTION
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.links import EXCHANGE, sent
 from jaxtrain.planner.layer.settings import ATTENTION_BACKWARD
 from jaxtrain.planner.programs.compile_check import step_loops
-from jaxtrain.planner.programs.compiled_collectives import FEW
+from jaxtrain.planner.programs.compiled_collectives import FEW, collectives
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts
 from jaxtrain.planner.step.step_counts import CollectiveCount
-from jaxtrain.training.step import make_step
+from jaxtrain.planner.step.step_model import step_model_of
+from jaxtrain.training.step import Step, make_step
 
 sys.path.append(str(ROOT / "benchmarks"))
 import step_flops
@@ -85,6 +88,7 @@ TWO_HEAD_SIZES = {
     "model.kinds": ("wide.head_dim=24",),
 }
 ENDS_WITH_LAYERS = {"model.dense_layers": 1, "model.mtp_depth": 1}
+MUON = {"optimizer.name": "muon"}
 SHARDED_ENDS = {"parallel.ends": "sharded"}
 
 
@@ -105,6 +109,7 @@ CASES = {
         changes={**MOE, **NONE, **ENDS_WITH_LAYERS, "model.layers": 4, "pipeline.overlap": True}
         | small.PLAIN_LAYER,
     ),
+    "Muon, data and model": Case((2, 1, 2), changes={**MUON, "model.layers": 4}),
     # Only stage 0 has a layer of the last kind: XLA computed its W before a loop of no trips.
     "several kinds, one of them on one stage": Case(
         (1, 2, 1),
@@ -152,6 +157,18 @@ OVERLAPPED = {
     ),
 }
 MORE = OVERLAPPED | {
+    "Muon, data, stage, model, copies of shards": Case(
+        (2, 2, 2), microbatches=4, changes={**MUON, "parallel.zero": 0}
+    ),
+    "Muon, data, stage and model, zero 3": Case(
+        (2, 2, 2), microbatches=4, changes={**MUON, "parallel.zero": 3}
+    ),
+    "Muon, whole experts scattered over data, context": Case(
+        (2, 1, 1), changes={**MUON, **MOE, "mesh.expert": 1, "mesh.context": 2}
+    ),
+    "Muon, replica and data, zero 2": Case(
+        (2, 1, 2), changes={**MUON, "mesh.replica": 2, "parallel.zero": 2, **GPT2}
+    ),
     "several kinds, zero 3": Case(
         (2, 2, 2), microbatches=4, changes={**ALIKE, "parallel.zero": 3, "model.layers": 6}
     ),
@@ -430,10 +447,15 @@ def in_steps(found: dict) -> collections.Counter:
     return +total
 
 
+@functools.cache
+def compiled_case(case: str) -> tuple[Config, Step, Program]:
+    cfg = (CASES | MORE)[case].config(SHAPES)
+    return cfg, *compiled_account.compile_train(cfg, small.mesh_of(cfg))
+
+
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_as_compiled(case):
-    cfg = (CASES | MORE)[case].config(SHAPES)
-    step, program = compiled_account.compile_train(cfg, small.mesh_of(cfg))
+    cfg, step, program = compiled_case(case)
     for stage in {0, cfg.mesh.stage - 1}:
         compiled = compiled_account.read(step.mesh.shape, step.setup, program, stage)
         predicted: collections.Counter = collections.Counter()
@@ -462,6 +484,9 @@ def test_as_compiled(case):
                 2 * cost.attention / (again if op == "B" else 1) for op, cost in planned.items()
             )
             expected = sum(cost.weights for cost in planned.values()) + attention
+            # Muon's iterations, shared out over the devices of a stage
+            work = step_model_of(cfg, load("h100"))
+            expected += work.update.newton_schulz_flops() / (cfg.mesh.data * cfg.mesh.model)
             assert products(step.setup, program, stage) == pytest.approx(expected, rel=0.01)
 
 
@@ -559,3 +584,18 @@ def test_sums_of_16_bit_numbers_on_cpu():
 
 def test_nothing_is_sent_on_one_device():
     assert step_counts(small.config()).volume() == []
+
+
+def test_muon_iterates_without_collectives():
+    """Each loop over matrices is free of collectives; what it is given and what it returns crosses
+    the devices once, together no more than twice the matrices."""
+    _, step, program = compiled_case("Muon, data and model")
+    loops, sends = set(), 0.0
+    for run in step_loops(program, step.setup, 0).executed():
+        loops |= {loop.name for loop in run.loops if "/dealt_" in loop.op_name}
+        for c in collectives(program, run.instruction, step.mesh.shape):
+            if "/optimizer/shard_map" in c.instruction.op_name:
+                assert not run.loops
+                sends += sent(c.kind, c.sending, c.devices)
+    matrices = sum(p.size for p in step.layout.parameters() if p.spec.orthogonalized)
+    assert loops and 0 < sends * step.mesh.size <= 2 * 4 * matrices
