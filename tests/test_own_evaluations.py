@@ -1,5 +1,5 @@
-"""`train.evaluate` in runs of the real command: its numbers are logged, it costs no run, and the run
-is the same without it. training/test_evaluation.py has the function's failures one by one."""
+"""`train.evaluate` in runs of the real command: its numbers are logged, and the run is the same
+without it. training/test_evaluation.py has the failures of a function one by one."""
 
 import math
 import pathlib

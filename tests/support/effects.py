@@ -133,6 +133,7 @@ BASES = (
         "model.experts": 3,
         "pipeline.remat": "selective",
         "train.on_nonfinite": "skip",
+        "optimizer.name": "muon",
     },
     {"parallel.offload": "optimizer", "optimizer.schedule": "constant", "optimizer.clip_norm": 0.0},
 )
