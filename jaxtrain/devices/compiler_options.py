@@ -40,6 +40,8 @@ SIDE_BY_SIDE = "side by side"
 FP8 = "fp8"
 # no layer has experts
 DENSE = "dense"
+# an update exchanges matrices (training/update/muon.py)
+MATRICES = "matrices"
 
 V5P = ("TPU v5", "TPU v5p")
 V6E = ("TPU v6 lite", "TPU v6e")
@@ -111,6 +113,13 @@ TPU = (
             "xla_tpu_enable_all_gather_offload_tracing": True,
             "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
         }.items()
+    ),
+    Option(
+        "xla_tpu_enable_async_all_to_all",
+        True,
+        "matrices travel to the devices that orthogonalize them, and back, beside the products of "
+        "others; without it each message is waited for",
+        only_for=(MATRICES,),
     ),
     Option(
         "xla_tpu_scoped_vmem_limit_kib",

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered, Wrapped
 
 from jaxtrain.config import ConfigError, DataConfig, ParallelConfig, ResolvedConfig, has_experts
+from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.phases import RateLine, Span, config_of, rate_lines
 from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
@@ -33,6 +34,7 @@ from jaxtrain.devices.compiler_options import (
     FP8,
     GATHERS,
     GATHERS_WHOLE,
+    MATRICES,
     SIDE_BY_SIDE,
     compiler_options,
 )
@@ -290,7 +292,7 @@ def make_step(
     )
 
     # The programs.
-    options = _compiler_options(runtime, setup, parallel.compiler_options)
+    options = _compiler_options(runtime, setup, optimizer, parallel.compiler_options)
     jit = functools.partial(jax.jit, compiler_options=options)
     one = OneStep(
         layout, optimizer, runtime, config.train.on_nonfinite != "stop", model.balance_rate
@@ -332,7 +334,9 @@ def make_step(
     )
 
 
-def _compiler_options(runtime: Runtime, setup: Setup, changes: tuple[str, ...]) -> dict[str, Any]:
+def _compiler_options(
+    runtime: Runtime, setup: Setup, optimizer: Optimizer, changes: tuple[str, ...]
+) -> dict[str, Any]:
     """XLA's options for the programs of a step, by what it does. changes:
     `parallel.compiler_options`"""
     sizes, table = runtime.mesh.shape, setup.table
@@ -345,6 +349,7 @@ def _compiler_options(runtime: Runtime, setup: Setup, changes: tuple[str, ...]) 
         SIDE_BY_SIDE: sizes["model"] == 1 and (table.overlaps or (table.saves_inputs and experts)),
         FP8: bool(runtime.fp8),
         DENSE: not experts,
+        MATRICES: record_of(optimizer.settings.name).rest is not None,
     }
     names = [name for name, yes in does.items() if yes]
     return compiler_options(runtime.mesh.devices.flat[0], names, changes)

@@ -13,7 +13,7 @@ from support.small import Case
 
 from jaxtrain.models.spec import Spec
 from jaxtrain.training.step import make_step
-from jaxtrain.training.update.muon import MOST_PADDING, Matrices, deal
+from jaxtrain.training.update.muon import MOST_PADDING, deal
 
 MUON = small.PLAIN_LAYER | {
     "optimizer.name": "muon",
@@ -115,11 +115,6 @@ def collectives_in_loops(text: str) -> list[str]:
     return found
 
 
-def matrices(size: int, units: int, unit: int = 1) -> Matrices:
-    spec = Spec((size, 1), ("width", "width"))
-    return Matrices(spec, (size, 1), ((), ()), ("data",), (), units, unit)
-
-
 @pytest.mark.parametrize(
     ("sizes", "units", "devices", "rounds"),
     [
@@ -130,13 +125,12 @@ def matrices(size: int, units: int, unit: int = 1) -> Matrices:
     ],
 )
 def test_every_block_travels_once(sizes, units, devices, rounds):
-    arrays = list(map(matrices, sizes, units))
-    dealt = deal(arrays, devices)
+    dealt = deal(sizes, units, devices)
     assert len(dealt.rounds) == rounds
-    messages = np.concatenate([one.table.ravel() for one in dealt.rounds])
+    messages = np.concatenate([table.ravel() for table, *_ in dealt.rounds])
     np.testing.assert_array_equal(messages[dealt.places], np.arange(len(dealt.places)))
     assert len(dealt.places) * dealt.block == np.dot(sizes, units)
-    numbers = np.sum([one.numbers for one in dealt.rounds], (0, 2))
+    numbers = np.sum([numbers for *_, numbers in dealt.rounds], (0, 2))
     np.testing.assert_array_equal(numbers, units)
     first = np.cumsum([0, *np.multiply(sizes, units)]) // dealt.block
     loads = np.zeros(devices)
@@ -149,14 +143,14 @@ def test_every_block_travels_once(sizes, units, devices, rounds):
                 np.testing.assert_array_equal(unit, unit[0] + np.arange(length))
                 assert first[a] <= unit[0] < first[a + 1] and (unit[0] - first[a]) % length == 0
                 loads[device] += length
-    longest = sum(one.table.shape[1] for one in dealt.rounds)
+    longest = sum(table.shape[1] for table, *_ in dealt.rounds)
     assert longest <= MOST_PADDING * loads.max()
     fair = max(loads.mean(), max(sizes) / dealt.block)
     assert loads.max() <= fair + max(sizes) / dealt.block
 
 
 def test_blocks_of_primes_do_not_make_a_table_of_numbers():
-    dealt = deal([matrices(1_000_003, 7), matrices(999_983, 5)], 4)
+    dealt = deal([1_000_003, 999_983], [7, 5], 4)
     assert len(dealt.places) < 2**17
     padded = len(dealt.places) * dealt.block
     assert padded <= 1.01 * (7 * 1_000_003 + 5 * 999_983)

@@ -40,22 +40,23 @@ ROUNDS = 4, 2, 1
 MOST_PADDING = 1.02  # by which rounds may lengthen messages
 
 
-@dataclasses.dataclass(frozen=True)
-class Matrices:
-    """The matrices of one array that a device has, or has shards of.
+class Matrices(NamedTuple):
+    """The matrices of arrays that are alike, as a device has shards of them.
 
     shape: of a shard of one matrix
     split: for each of its dimensions, the mesh axes that split it; all of them: `shards`
     copies: mesh axes along which devices have the same shards
-    units: each is `unit` matrices
+    rows:  of a matrix
+    columns: of the matrices that stand side by side in it (Spec.columns)
+    unit:  the number of small ones that are dealt out, and multiplied, together
     """
 
-    spec: Spec
     shape: tuple[int, ...]
     split: tuple[tuple[str, ...], ...]
     shards: tuple[str, ...]
     copies: tuple[str, ...]
-    units: int
+    rows: int
+    columns: tuple[int, ...]
     unit: int
 
     @classmethod
@@ -63,18 +64,18 @@ class Matrices:
         """shape: of a device's array; layout: of the array on the mesh"""
         wide = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis != REPLICA}
         names = [tuple(axis for axis in mesh_axes(part) if axis in wide) for part in layout]
-        lead = len(names) - len(spec.shape) + spec.batch_dims
-        shards, numbering = (sum(part, ()) for part in (names[lead:], names[:lead]))
-        ordered = tuple(axis for axis in wide if axis in shards)
-        copies = tuple(axis for axis in wide if axis not in shards + numbering)
-        # As many small matrices are a unit as leave one for each device.
-        count = math.prod(shape[:lead])
-        devices = math.prod(wide[axis] for axis in shards + copies)
-        size = math.prod(spec.shape[spec.batch_dims :])
-        most = max(1, min(count // devices, UNIT_NUMBERS // size))
+        lead, dims = len(names) - len(spec.shape) + spec.batch_dims, spec.shape[spec.batch_dims :]
+        splitting, numbering = (sum(part, ()) for part in (names[lead:], names[:lead]))
+        shards = tuple(axis for axis in wide if axis in splitting)
+        copies = tuple(axis for axis in wide if axis not in splitting + numbering)
+        rows = math.prod(dims[: spec.row_dims])
+        columns = math.prod(dims) // rows
+        # As many small matrices as leave a unit for each device.
+        count, devices = math.prod(shape[:lead]), math.prod(wide[a] for a in shards + copies)
+        most = max(1, min(count // devices, UNIT_NUMBERS // (rows * columns)))
         unit = max(n for n in range(1, most + 1) if count % n == 0)
-        split = tuple(names[lead:])
-        return cls(spec, shape[lead:], split, ordered, copies, count // unit, unit)
+        widths, split = spec.columns or (columns,), tuple(names[lead:])
+        return cls(tuple(shape[lead:]), split, shards, copies, rows, widths, unit)
 
     @property
     def size(self) -> int:
@@ -82,67 +83,55 @@ class Matrices:
         return self.unit * math.prod(self.shape)
 
 
-class Round(NamedTuple):
-    """Units that are exchanged together.
-
-    table:   for each device, the blocks of the message to it by their numbers among a device's
-        blocks, [devices, K]
-    begins:  for each array and device, the first block of the array's units in that message
-    numbers: for each array and device, the number of these units
-    """
-
-    table: np.ndarray
-    begins: np.ndarray
-    numbers: np.ndarray
-
-
 class Deal(NamedTuple):
     """Units dealt out over devices.
 
     block:  numbers of a block
     places: for each block of a device, its place in all messages of all rounds one after the other
+    rounds: for each, the blocks of the message to each device by their numbers among a device's
+        blocks, [devices, K]; then for each kind of matrices and each device the first block of
+        their units in that message, and the number of these units
     """
 
     block: int
     places: np.ndarray
-    rounds: list[Round]
+    rounds: list[tuple[np.ndarray, ...]]
 
 
-def deal(arrays: Sequence[Matrices], devices: int) -> Deal:
-    """About equally many numbers for each device, and in each round."""
-    sizes, units = np.array([[m.size, m.units] for m in arrays]).T
+def deal(sizes: Sequence[int], units: Sequence[int], devices: int) -> Deal:
+    """About equally many numbers for each device, and in each round. sizes, units: for each kind of
+    matrices, a device's numbers of a unit, and the number of units"""
     # Shards end where a block ends: else the table would have a place for each number.
-    block = max(math.gcd(*sizes.tolist()), math.ceil(sizes @ units / MOST_BLOCKS))
-    of = np.repeat(np.arange(len(arrays)), units)
-    blocks = -(-sizes // block)[of]
-    device, numbers_of_rounds = _spread(blocks, devices), iter(ROUNDS)
-    most, lengths = MOST_PADDING * np.bincount(device, blocks).max(), np.array([np.inf])
-    while lengths.sum() > most:
-        number = next(numbers_of_rounds)
+    block = max(math.gcd(*sizes), math.ceil(np.dot(sizes, units) / MOST_BLOCKS))
+    of = np.repeat(np.arange(len(sizes)), units)
+    blocks = -(-np.array(sizes) // block)[of]
+    device = _spread(blocks, devices)
+    for number in ROUNDS:
         message = device.copy()  # of all rounds, one round after the other
         for d in range(devices):
             message[device == d] += devices * _spread(blocks[device == d], number)
         filled = np.bincount(message, blocks, number * devices).astype(int)
         lengths = filled.reshape(number, devices).max(1)
-    # In a message the units of an array follow each other.
-    order = np.lexsort((of, message))
-    within = np.zeros_like(blocks)
+        if lengths.sum() <= MOST_PADDING * np.bincount(device, blocks).max():
+            break
+    # In a message the units of a kind follow each other.
+    order, within = np.lexsort((of, message)), np.zeros_like(blocks)
     within[order] = np.cumsum(blocks[order]) - blocks[order]
     within -= (np.cumsum(filled) - filled)[message]
-    begins = np.cumsum(np.repeat(lengths, devices)) - np.repeat(lengths, devices)
-    offsets = begins[message] + within - (np.cumsum(blocks) - blocks)
+    begins = devices * (np.cumsum(lengths) - lengths)
+    begins = begins[message // devices] + lengths[message // devices] * (message % devices)
+    offsets = begins + within - (np.cumsum(blocks) - blocks)
     places = np.repeat(offsets, blocks) + np.arange(blocks.sum())
     table = np.zeros(devices * lengths.sum(), np.int32)
     table[places] = np.arange(len(places))
-    numbers = np.zeros((len(arrays), len(filled)), np.int32)
+    numbers = np.zeros((len(sizes), len(filled)), np.int32)
     first = np.full_like(numbers, len(table))
     np.add.at(numbers, (of, message), 1)
     np.minimum.at(first, (of, message), within)
-    cut = lambda a: np.split(a, len(lengths), 1)
+    cut = lambda a: np.split(a, number, 1)
     tables = np.split(table, devices * np.cumsum(lengths)[:-1])
-    of_rounds = zip(tables, cut(first), cut(numbers), strict=True)
-    rounds = [Round(a.reshape(devices, -1), *each) for a, *each in of_rounds if a.size]
-    return Deal(block, places, rounds)
+    rounds = zip(tables, cut(first), cut(numbers), strict=True)
+    return Deal(block, places, [(a.reshape(devices, -1), *each) for a, *each in rounds if a.size])
 
 
 def _spread(sizes: np.ndarray, parts: int) -> np.ndarray:
@@ -171,17 +160,21 @@ class Orthogonalizer:
         """Inside jit: the directions of parameters, float32, from their momenta [leading dimensions
         of a stack, …]. layouts: of both on the mesh"""
 
-        def region(momenta: list[jax.Array]) -> list[jax.Array]:
-            directions, decks = list(momenta), dict[tuple, dict[int, Matrices]]()
-            for i, a in enumerate(momenta):
+        def region(parts: list[jax.Array]) -> list[jax.Array]:
+            parts, kinds = list(parts), dict[Matrices, list[int]]()
+            for i, a in enumerate(parts):
                 if a.size:  # a local unit without layers has an empty stack
                     m = Matrices.of(a.shape, specs[i], layouts[i], self.mesh)
-                    decks.setdefault((m.shards, m.copies), {})[i] = m
-            for deck in decks.values():
-                units = [momenta[i].reshape(m.units, m.size) for i, m in deck.items()]
-                for i, a in zip(deck, self._dealt(list(deck.values()), units), strict=True):
-                    directions[i] = a.reshape(momenta[i].shape)
-            return directions
+                    kinds.setdefault(m, []).append(i)
+            for deck in dict.fromkeys((m.shards, m.copies) for m in kinds):
+                alike = [m for m in kinds if (m.shards, m.copies) == deck]
+                in_units = [[parts[i].reshape(-1, m.size) for i in kinds[m]] for m in alike]
+                found = self._dealt(alike, list(map(jnp.concatenate, in_units)))
+                for m, units, directions in zip(alike, in_units, found, strict=True):
+                    ends = np.cumsum(list(map(len, units)))[:-1]
+                    for i, a in zip(kinds[m], jnp.split(directions, ends), strict=True):
+                        parts[i] = a.reshape(parts[i].shape)
+            return parts
 
         # All axes are manual: the partitioner would gather matrices in every iteration.
         region = jax.shard_map(
@@ -194,31 +187,31 @@ class Orthogonalizer:
         )
         return [a.astype(jnp.float32) for a in region([a.astype(self.dtype) for a in momenta])]
 
-    def _dealt(self, arrays: list[Matrices], units: list[jax.Array]) -> list[jax.Array]:
-        """In the manual region: the directions of matrices that lie alike, from their momenta.
-        units: a device's shards of each array, [units, numbers]"""
-        shards, copies = arrays[0].shards, arrays[0].copies
+    def _dealt(self, kinds: list[Matrices], units: list[jax.Array]) -> list[jax.Array]:
+        """In the manual region: the directions of matrices that are split alike, from their
+        momenta. units: a device's shards of each kind, [units, numbers]"""
+        shards, copies = kinds[0].shards, kinds[0].copies
         among, across = (math.prod(self.mesh.shape[a] for a in axes) for axes in (shards, copies))
         if among * across == 1:
             alone = lambda m: lambda unit: self._of_unit(m, unit[None])[0]
-            return [lax.map(alone(m), a) for m, a in zip(arrays, units, strict=True)]
-        dealt = deal(arrays, among * across)
-        padded = [jnp.pad(a, ((0, 0), (0, -a.shape[1] % dealt.block))) for a in units]
-        held_NG = jnp.concatenate([a.reshape(-1, dealt.block) for a in padded])
+            return [lax.map(alone(m), a) for m, a in zip(kinds, units, strict=True)]
+        block, places, rounds = deal([m.size for m in kinds], list(map(len, units)), among * across)
+        padded = [jnp.pad(a, ((0, 0), (0, -a.shape[1] % block))) for a in units]
+        held_NG = jnp.concatenate([a.reshape(-1, block) for a in padded])
         swap = lambda a: lax.all_to_all(a, shards, 0, 0, tiled=True) if shards else a
         copy, device = lax.axis_index(copies) if copies else 0, lax.axis_index(copies + shards)
         results = []
-        for table, begins, numbers in dealt.rounds:
+        for table, *of_kinds in rounds:
             blocks = jnp.asarray(table.reshape(across, among, -1))[copy]
             message_SKG = swap(held_NG.at[blocks].get(mode="promise_in_bounds"))
-            for m, begin, number in zip(arrays, begins, numbers, strict=True):
+            for m, begin, number in zip(kinds, *of_kinds, strict=True):
                 if number.any():
                     message_SKG = self._of_units(m, message_SKG, begin, number, device)
             message_SKG = swap(message_SKG)
-            gathered = lax.all_gather(message_SKG, copies) if copies else message_SKG
-            results.append(gathered.reshape(-1, dealt.block))
-        found_NG = jnp.concatenate(results).at[dealt.places].get(mode="promise_in_bounds")
-        ends = np.cumsum([a.size // dealt.block for a in padded])[:-1]
+            message_SKG = lax.all_gather(message_SKG, copies) if copies else message_SKG
+            results.append(message_SKG.reshape(-1, block))
+        found_NG = jnp.concatenate(results).at[places].get(mode="promise_in_bounds")
+        ends = np.cumsum([a.size // block for a in padded])[:-1]
         found = zip(jnp.split(found_NG, ends), units, strict=True)
         return [a.reshape(len(like), -1)[:, : like.shape[1]] for a, like in found]
 
@@ -230,8 +223,8 @@ class Orthogonalizer:
         number: np.ndarray,
         device: jax.Array,
     ) -> jax.Array:
-        """The message to this device with directions in the place of one array's momenta. begin,
-        number: of all devices, as in Round"""
+        """The message to this device with directions in the place of one kind's momenta. begin,
+        number: of all devices, as in Deal"""
         among, _, block = message_SKG.shape
         blocks = -(-m.size // block)
 
@@ -256,13 +249,10 @@ class Orthogonalizer:
             order += [*map(m.shards.index, axes), len(m.shards) + 1 + d]
         sizes = [self.mesh.shape[axis] for axis in m.shards]
         whole = shards_S.reshape(*sizes, m.unit, *m.shape).transpose(order)
-        dims = m.spec.shape[m.spec.batch_dims :]
-        rows, columns = math.prod(dims[: m.spec.row_dims]), math.prod(dims[m.spec.row_dims :])
-        widths = m.spec.columns or (columns,)
-        side_by_side = whole.reshape(m.unit, rows, -1, sum(widths))
+        side_by_side = whole.reshape(m.unit, m.rows, -1, sum(m.columns))
         parts = [
-            self._direction(a.reshape(m.unit, rows, -1)).reshape(a.shape)
-            for a in jnp.split(side_by_side, np.cumsum(widths)[:-1], -1)
+            self._direction(a.reshape(m.unit, m.rows, -1)).reshape(a.shape)
+            for a in jnp.split(side_by_side, np.cumsum(m.columns)[:-1], -1)
         ]
         directions = jnp.concatenate(parts, -1).reshape(whole.shape)
         return directions.transpose(np.argsort(order)).reshape(shards_S.shape)
