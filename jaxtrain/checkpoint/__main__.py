@@ -436,12 +436,16 @@ def mean(*subjects_and_flags: Any) -> None:
         present = {folder.name: folder for folder in of.folders()}
         wanted = [*present] if of.step or not flags.steps else flags.steps.split(",")
         if missing := [step for step in wanted if step not in present]:
-            use = ",".join([*present][-3:])
-            raise cli.FlagsError(f"{of.directory} has no step {missing[0]!r}: use --steps={use}")
+            raise cli.FlagsError(
+                f"{of.directory} has no step {missing[0]!r}: use "
+                f"--steps={','.join([*present][-3:])}"
+            )
         folders += [present[step] for step in wanted]
     if len(folders) < 2:
-        use = "use jaxtrain checkpoint mean DIR --steps=A,B"
-        raise cli.FlagsError(f"mean is about several steps, not {len(folders)}: {use}")
+        raise cli.FlagsError(
+            f"mean is about several steps, not {len(folders)}: use jaxtrain checkpoint mean DIR "
+            "--steps=A,B"
+        )
     if os.path.lexists(flags.out) or stores.scheme_of(flags.out):
         raise cli.FlagsError(f"--out={flags.out} is no new folder: use another name")
     opened = [reading.open_step(folder) for folder in folders]

@@ -74,8 +74,7 @@ def evaluates_first(config: ResolvedConfig, start: StartPoint, folder: pathlib.P
     this step and its evaluation. Every process must call this."""
     if start.step:
         due = Intervals.of(config.train, config.checkpoint, 1).evaluates(start.step)
-        if not (due and is_evaluated(config.data)):
-            return False
-        return not cluster.from_main(lambda: was_evaluated(folder, start.step), FolderError)
+        evaluated = lambda: was_evaluated(folder, start.step)
+        return due and is_evaluated(config.data) and not cluster.from_main(evaluated, FolderError)
     is_imported = bool(config.train.init_from or config.train.fork_from) or start.resumes
     return is_imported or bool(config.train.eval_every and config.data.validation)

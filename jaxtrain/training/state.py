@@ -214,8 +214,13 @@ def stored_shapes(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
         return Stored(shape, stack=stacks[one.stack])
 
     moments = layout.state_of(optimizer, of_parameter, lambda _: Stored(()))
-    ema = one if layout.optimizer.ema_decay else None
-    state = TrainState(one, moments, Stored(()), ema=ema, evaluates_ema=layout.evaluates_ema)
+    state = TrainState(
+        one,
+        moments,
+        Stored(()),
+        ema=one if layout.optimizer.ema_decay else None,
+        evaluates_ema=layout.evaluates_ema,
+    )
     if not layout.independent_replicas:
         return state
     lead = (replicas.count(layout.mesh),)
