@@ -1,4 +1,4 @@
-"""A step with Muon beside the same step with AdamW, and the loss after the same number of steps.
+"""A step with Muon beside the same step with AdamW.
 
     python benchmarks/optimizers.py [--layouts=data8.zero1,…] [--rounds=5]
                                     [-- --config.model.width=512 …]
@@ -10,7 +10,6 @@ is compared with AdamW's. Figures are CPU-seconds of all devices, medians over t
 """
 
 import collections
-import os
 import statistics
 import sys
 import time
@@ -105,9 +104,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     sys.path.insert(0, cpu_step.REPOSITORY)
-    from jaxtrain.devices.startup import set_xla_flags
+    from jaxtrain import cli
+    from jaxtrain.devices.startup import start_jax
 
-    set_xla_flags(os.environ)
+    start_jax(cli.parse(["--cpu_devices=8"], "benchmark")[1])
     print(f"{'layout':24}{'adamw':>8}{'muon':>8}{'products':>10}{'rest/adamw':>12}")
     for layout in options.layouts.split(","):
         compare(layout, options.rounds, options.changes)
