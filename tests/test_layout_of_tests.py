@@ -111,7 +111,6 @@ GROUPED = {
     "schedule/files/csv_text.py": "schedule/test_table_csv.py",
     "schedule/packing.py": "schedule/test_orders.py",
     "schedule/table_spec.py": "schedule/test_orders.py",
-    "training/update/average.py": "training/test_optimizer.py",
     "training/update/balance.py": "training/test_experts.py",
     "training/stored_op_times.py": "training/test_measured_op_times.py",
     "training/initial_values.py": "training/test_state.py",

@@ -129,7 +129,7 @@ RUNS = {
             f"--config.data.source={ROOT / 'README.md'}",
             "--config.model.layers=1",
         ],
-        ("with μP: best rate 0.01 at width 16: moves by 1 ×", "\nwithout: "),
+        ("with μP: best rate 0.01 at width 16: by 1 ×", "\nwithout: "),
     ),
     "benchmarks/offload_disk.py": Smallest(
         [f"--folder={HERE}", "--layers=1", "--width=32", "--pairs=1"],

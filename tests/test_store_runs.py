@@ -68,6 +68,21 @@ def test_killed_continued_and_used(folder, server):
             assert command.end().out.startswith("the")
 
 
+def test_a_fork_of_a_run_in_the_store(folder, server):
+    """Its origin is an address with a step, and it ends as the straight run."""
+    url, environment = f"s3://{server.bucket}/origin", in_store(server)
+    origin = settings(train__steps=3, checkpoint__every=1, checkpoint__directory=url)
+    runs.train(folder / "origin", *origin, environment=environment)
+    flags = settings(train__steps=4, train__fork_from=f"{url}@2")
+    runs.train(folder / "fork", *flags, environment=environment)
+    runs.train(folder / "straight", *settings(train__steps=4))
+    assert runs.losses(folder / "fork").items() <= runs.losses(folder / "straight").items()
+    assert [*runs.losses(folder / "fork")] == [3, 4]
+    flags = settings(train__steps=4, train__fork_from=f"{url}@7")
+    done = runs.train(folder / "refused", *flags, environment=environment, status=2)
+    assert f"is no complete step: use --config.train.fork_from={url}@3" in done.err
+
+
 def test_a_store_without_the_bucket_is_told_at_the_start(folder, server):
     flags = [*FLAGS, *settings(checkpoint__directory="s3://nobody/run")]
     done = runs.train(

@@ -148,14 +148,14 @@ class Reporter:
         """Logs and shows validation losses, as of Evaluation.losses, and numbers of an evaluation
         of one's own, if there are any. ema_decay: of the average whose numbers they are; 0: the
         parameters' own"""
+        named = {f"{VALIDATION_LOSS}/{name}".strip("/"): loss for name, loss in losses.items()}
+        named |= {f"evaluation/{name}": number for name, number in own.items()}
+        if named:  # one record: a run that goes on evaluates again where it is missing
+            self.log.write(at, **named, **({"ema_decay": ema_decay} if ema_decay else {}))
         if own:
-            self.log.write(at, **{f"evaluation/{name}": number for name, number in own.items()})
             line = ", ".join(f"{name} {number:.5g}" for name, number in own.items())
             self.progress.log(f"step {at}: {line}")
         if losses:
-            named = {f"{VALIDATION_LOSS}/{name}".strip("/"): loss for name, loss in losses.items()}
-            of_average = {"ema_decay": ema_decay} if ema_decay else {}
-            self.log.write(at, **named, **of_average)
             sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name)
             line = METRICS[VALIDATION_LOSS].line(losses[""])
             whose = " with the average of the parameters" * bool(ema_decay)

@@ -11,7 +11,7 @@ from jaxtrain import loop, replay, train_command as train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster
-from jaxtrain.phases import prepare
+from jaxtrain.phases import prepare, run_context
 from jaxtrain.pipeline.prepared_run import CheckedRun
 from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
@@ -100,7 +100,7 @@ def test_memory_that_is_not_there(of, tmp_path, monkeypatch, capsys):
     module = {"dry_run": for_training, "replay": replay, "run": loop}[of]
     monkeypatch.setattr(module, "open_folder" if module is loop else of, refused)
     byes = []
-    monkeypatch.setattr(loop.Watchdog, "say_bye", lambda watchdog, *bye: byes.append(bye))
+    monkeypatch.setattr(run_context.Watchdog, "say_bye", lambda watchdog, *bye: byes.append(bye))
     monkeypatch.setattr(train.startup, "start_jax", lambda *_: None)
     monkeypatch.setattr(cluster, "connect_peers", lambda: None)
     words = ["--cpu_devices=8", f"--workdir={tmp_path / 'run'}", "--config.data.batch_size=64"]
