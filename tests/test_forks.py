@@ -189,7 +189,7 @@ def test_refused_before_anything_is_written(stable):
         (
             runs.settings(train__fork_from="stable/checkpoints/9.broken-1"),
             "'stable/checkpoints/9.broken-1' is no complete step: use ",
-            "fork_from=stable/checkpoints@9",
+            "fork_from=stable/checkpoints@",
         ),
         (runs.settings(train__fork_from="stabel"), "train.fork_from='stabel'", "use stable"),
         (runs.settings(train__fork_from="s3:/x"), "train.fork_from='s3:/x' is not", ""),

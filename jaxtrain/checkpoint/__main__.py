@@ -277,12 +277,18 @@ def show(of: Subject, flags: types.SimpleNamespace) -> None:
     statistics = ("least", "greatest", "norm", "not finite") if flags.statistics else ()
     table: list[tuple[str, ...]] = [("array", "shape", "type", "size", *statistics)]
     for name, array in step.arrays.items():
-        size = reading.in_units(reading.nbytes(array))
-        cells = (name, str(list(array.shape)), array.dtype.name, size)
+        cells = (
+            name,
+            str(list(array.shape)),
+            array.dtype.name,
+            reading.in_units(reading.nbytes(array)),
+        )
         table.append((*cells, *_statistics(array)) if flags.statistics else cells)
     _print_table(table)
-    total = sum(map(reading.nbytes, step.arrays.values()))
-    print(f"{len(step.arrays)} arrays, {reading.in_units(total)}")
+    print(
+        f"{len(step.arrays)} arrays, "
+        f"{reading.in_units(sum(map(reading.nbytes, step.arrays.values())))}"
+    )
 
 
 def _statistics(array: ts.TensorStore) -> tuple[str, str, str, str]:

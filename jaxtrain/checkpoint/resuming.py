@@ -157,11 +157,13 @@ class CheckpointFolder:
         )
         # A model's settings come from train.init_from, so that is the setting to change.
         if violation := next(of_model, None):
-            rule = (
+            raise ConfigError(
+                "train.init_from",
+                origin,
                 f"is another model than that of {self.directory}: {violation.field}="
-                f"{get(config, violation.field)!r} {violation.rule}"
+                f"{get(config, violation.field)!r} {violation.rule}",
+                "another --workdir",
             )
-            raise ConfigError("train.init_from", origin, rule, "another --workdir")
         check_resume(stored, self.run.requested, self.run.environment, meta.position)
 
     def _stored_config(self, meta: Meta) -> StoredConfig:
@@ -277,8 +279,11 @@ class ChosenStep:
             shards = Shards(stored_arrays(*stored_state(step)))
             files = LocalFiles(pathlib.Path(run.config.checkpoint.local) / name, shards)
             why_not = functools.partial(self._why_not_local, batches.corpora)
-            steps = files.candidates(self.start.step, run.config.train.steps, why_not)
-            local = LocalCandidates(files, start_id, steps)
+            local = LocalCandidates(
+                files,
+                start_id,
+                files.candidates(self.start.step, run.config.train.steps, why_not),
+            )
         return Candidates(self, step, batches, new_state, local)
 
     def restore(self, step: Step, batches: TrainingBatches) -> tuple[TrainState, StartPoint]:

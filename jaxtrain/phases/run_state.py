@@ -98,8 +98,9 @@ class Fork:
         abstract, stored = stored_state(step)
         directory, number, inherits = (self.record[n] for n in ("checkpoints", "step", "inherits"))
         of = lambda state: {name: getattr(state, name) for name in INHERITED[inherits]}
-        read = lambda: restore(directory, number, of(abstract), of(stored))
-        arrays = cluster.in_all(read, steps.CheckpointError)
+        arrays = cluster.in_all(
+            lambda: restore(directory, number, of(abstract), of(stored)), steps.CheckpointError
+        )
         zeros = lambda a: a if is_on_disk(a) else host_memory.zeros(a)
         if inherits == "moments":
             # The learning rate begins anew; what moments know of their age stays with them.
@@ -146,8 +147,11 @@ def open_fork(chosen: ChosenStep) -> Fork | None:
 
     directory, values = cluster.from_main(look, RunError)
     meta = steps.Meta(**values)
-    goes_on = StartPoint(meta.step, dataclasses.replace(meta, wall_s=0.0))
-    start = goes_on if inherits == "position" else StartPoint()
+    start = (
+        StartPoint(meta.step, dataclasses.replace(meta, wall_s=0.0))
+        if inherits == "position"
+        else StartPoint()
+    )
     name, stored = f"step {meta.step} in {directory}", meta.stored_config()
     shapes_differ = wrong_arrays(
         steps.Meta(to_dict(config)), expected_shapes(stored), trained_alone=True

@@ -168,8 +168,10 @@ class OwnEvaluation:
         numbers, why, began = {}, "", time.monotonic()
         try:
             with _ended_after(self._limit):
-                returned = dict(self._function(params, context))
-                numbers = {str(name): float(number) for name, number in returned.items()}
+                numbers = {
+                    str(name): float(number)
+                    for name, number in self._function(params, context).items()
+                }
         except (Exception, SystemExit, TimeUpError) as error:
             why = f"{type(error).__name__}: {error}"
         if (seconds := time.monotonic() - began) > self._limit:
