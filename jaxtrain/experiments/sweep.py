@@ -18,7 +18,6 @@ them go on to N times as many: successive halving (Jamieson & Talwalkar 2016, ar
 the bracket of Hyperband that stops earliest (Li et al. 2018, arXiv:1603.06560). No jax.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import hashlib
@@ -90,10 +89,14 @@ ENDS: dict[int, str] = {0: "finished"} | {
     for each in kind
     if (status := base + each)
 }
-NOT_ENDED: dict[str, Any] = {"status": -1, "ended": "not ended", "cut": 0}
-# value of a record in sweep.jsonl → its type; a line of another form does not count
-FORM: dict[str, Any] = {"digest": str, "cut": int, "status": int, "ended": str, "error": str}
-FORM |= dict.fromkeys(REACHED, int | float | None)
+# record of a run that has none, by whose types one in sweep.jsonl is told from other lines
+NOT_ENDED: dict[str, Any] = {
+    "status": -1,
+    "ended": "not ended",
+    "error": "",
+    "digest": "",
+    "cut": 0,
+}
 
 
 class SweepRun(NamedTuple):
@@ -108,15 +111,17 @@ class SweepRun(NamedTuple):
 
     def record(self, cut: int, status: int, error: str = "") -> dict[str, Any]:
         """What sweep.jsonl gets of a process that was to train this run to 1/cut of its steps."""
-        ended = {"status": status, "ended": ENDS.get(status, str(status)), "error": error}
         losses = {
             metric: values[metric]
             for values in read_metrics(self.folder)
             for metric in REACHED
             if isinstance(values.get(metric), (int, float))
         }
-        which = {"run": self.folder.name, "settings": self.settings, "digest": self.digest}
-        record = which | {"cut": cut} | losses | ended
+        record = {
+            **{"run": self.folder.name, "settings": self.settings, "digest": self.digest},
+            **{"cut": cut, "status": status, "ended": ENDS.get(status, str(status))},
+            **{"error": error, **losses},
+        }
         append_record(self.folder.parent / RECORDS, record, streams.log)
         return record
 
@@ -168,8 +173,8 @@ def plan_sweep(reading: Reading) -> tuple[types.SimpleNamespace, list[SweepRun]]
     ]
     for settings in settings_of_runs(flags.grid, flags.random, flags.seed):
         folder = pathlib.Path(flags.workdir, name_of(settings))
-        words = [*of_all, *(f"--config.{path}={text}" for path, text in settings.items())]
-        words.append(f"--workdir={folder}")
+        own = (f"--config.{path}={text}" for path, text in settings.items())
+        words = [*of_all, *own, f"--workdir={folder}"]
         # the machine that lists runs need not have their devices
         config, _ = cli.parse(words, "", train_command.FLAGS, uses_devices=not flags.list)
         if place := config.checkpoint.directory.rstrip("/"):
@@ -237,7 +242,7 @@ def train_in_rungs(
     chosen, folder = [*runs], pathlib.Path(flags.workdir)
     fewest = min(len(runs), *(run.steps for run in runs))
     powers = {flags.halving**rung for rung in range(MOST_RUNS.bit_length())}
-    cuts = sorted((cut for cut in powers if cut <= fewest), reverse=True)
+    cuts = [cut for cut in sorted(powers, reverse=True) if cut <= fewest]
     places = environments(flags.parallel, flags.cpu_devices)
     for cut in cuts:
         waiting = [run for run, last in reached(chosen, folder, cut) if last["status"] not in ENDED]
@@ -246,14 +251,13 @@ def train_in_rungs(
             futures = [pool.submit(train, run, cut, places, signals) for run in waiting]
             for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 if record := future.result():
-                    said = record["error"] or f"loss {score(record):.6g}"
-                    said = f"{record['run']}: {record['ended']}, {said}"
-                    streams.log(f"{number}/{len(waiting)} {said}")
+                    how = f"{record['ended']}, {record['error'] or f'loss {score(record):.6g}'}"
+                    streams.log(f"{number}/{len(waiting)} {record['run']}: {how}")
         ended = reached(chosen, folder, cut)
         if any(last["status"] < 0 or launch.goes_on(last["status"]) for _, last in ended):
             break
-        finished = [run for run, last in ended if last["status"] == 0]
-        chosen = finished[: len(runs) // (cuts[0] // cut * flags.halving)]
+        best = len(runs) // (cuts[0] // cut * flags.halving)
+        chosen = [run for run, last in ended if last["status"] == 0][:best]
 
 
 def environments(parallel: int, cpu_devices: int) -> list[dict[str, str]]:
@@ -300,7 +304,9 @@ def reached(
     lines = (
         line
         for line in read_json_lines(folder / RECORDS)
-        if isinstance(line, dict) and all(isinstance(line.get(k), v) for k, v in FORM.items())
+        if isinstance(line, dict)
+        and all(type(line.get(name)) is type(value) for name, value in NOT_ENDED.items())
+        and all(isinstance(line.get(metric, 0.0), (int, float)) for metric in REACHED)
     )
     records = {line["digest"]: line for line in lines if cut in (0, line["cut"])}
     # a run whose folder was removed has no record
@@ -310,8 +316,7 @@ def reached(
 
 def score(record: Mapping[str, Any]) -> float:
     """The validation loss, or the training loss of a run without evaluations."""
-    losses = record.get(VALIDATION_LOSS), record.get("loss"), math.inf
-    return next(loss for loss in losses if loss is not None)
+    return record.get(VALIDATION_LOSS, record.get("loss", math.inf))
 
 
 def report(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], folder: pathlib.Path) -> None:
@@ -319,9 +324,8 @@ def report(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], folder: pathlib.
     failed."""
     table = [[*pairs[0][0].settings, *REACHED, "status"]]
     for run, record in pairs:
-        figures = (record.get(metric) for metric in REACHED)
-        texts = ("" if figure is None else f"{figure:.6g}" for figure in figures)
-        table.append([*run.settings.values(), *texts, record["ended"]])
+        figures = [f"{record[each]:.6g}" if each in record else "" for each in REACHED]
+        table.append([*run.settings.values(), *figures, record["ended"]])
     lines = streams.aligned(table)
     lines += [f"{r['ended']}: {run.folder}: {r['error']}" for run, r in pairs if r["status"] > 0]
     streams.log(*lines)
@@ -345,10 +349,10 @@ def draw(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], path: pathlib.Path
         texts = [run.settings[setting] for run, _ in pairs]
         numbers = [*map(cfg.number, texts)]
         values = texts if None in numbers else numbers
-        lines: dict[str, list[tuple[Any, float]]] = collections.defaultdict(list)
+        lines: dict[str, list[tuple[Any, float]]] = {}
         for (run, record), value in zip(pairs, values, strict=True):
             others = {path: text for path, text in run.settings.items() if path != setting}
-            lines[name_of(others)].append((value, score(record)))
+            lines.setdefault(name_of(others), []).append((value, score(record)))
         scale = "log" if all(value and value > 0 for value in numbers) else "linear"
         axes.set(title="last loss", xlabel=setting, xscale=scale)
         for name, points in lines.items():
