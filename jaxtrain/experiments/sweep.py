@@ -265,11 +265,8 @@ def environments(parallel: int, cpu_devices: int) -> list[dict[str, str]]:
     share of the GPUs."""
     gpus = 0 if cpu_devices else cluster_environment.visible_gpus(os.environ)
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    places = launch.environments(min(parallel, gpus or parallel), gpus=0)
-    share = gpus // len(places)
-    for number, environment in enumerate(places if gpus else ()):
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[number * share :][:share])
-    return places
+    processes = min(parallel, gpus or parallel)
+    return launch.environments(processes, names[:gpus], "CUDA_VISIBLE_DEVICES")
 
 
 def train(
