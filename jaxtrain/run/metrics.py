@@ -236,11 +236,6 @@ def read_metrics(workdir: str | os.PathLike, file: str = METRICS_FILE) -> list[d
     ]
 
 
-def was_evaluated(workdir: str | os.PathLike, step: int) -> bool:
-    """True if a run has the record of an evaluation after this step."""
-    return any(r["step"] == step and VALIDATION_LOSS in r for r in read_metrics(workdir))
-
-
 class MetricsWriter:
     """Appends records to metrics.jsonl and TensorBoard. A line is handed to the system when `write`
     returns, if the disk is not full.
