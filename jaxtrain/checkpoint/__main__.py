@@ -164,7 +164,7 @@ def ls(of: Subject, flags: types.SimpleNamespace) -> None:
     if len(table) == 1:
         print(f"{of.directory} has no checkpoint")
     else:
-        _print_table(table)
+        streams.log(*streams.aligned(table, "<>>><"))
     for path in of.others():
         remark = "" if steps.BROKEN in path.name else "  not finished"
         print(f"{path.name}  {reading.in_units(stores.size_of(path))}{remark}")
@@ -284,7 +284,7 @@ def show(of: Subject, flags: types.SimpleNamespace) -> None:
             reading.in_units(reading.nbytes(array)),
         )
         table.append((*cells, *_statistics(array)) if flags.statistics else cells)
-    _print_table(table)
+    streams.log(*streams.aligned(table, "<>"))
     print(
         f"{len(step.arrays)} arrays, "
         f"{reading.in_units(sum(map(reading.nbytes, step.arrays.values())))}"
@@ -330,7 +330,7 @@ def diff(one: Subject, other: Subject, flags: types.SimpleNamespace) -> None:
         for name, d in shown:
             share = d.count / max(math.prod(a.arrays[name].shape), 1)
             table.append((name, f"{d.absolute:.4g}", f"{d.relative:.4g}", f"{share:.1%}"))
-        _print_table(table)
+        streams.log(*streams.aligned(table, "<>"))
     rest = f", of which {len(shown)} are listed (--all lists all)"
     print(
         f"{len(differences)} arrays differ{rest if len(shown) < len(differences) else ''}; "
@@ -481,18 +481,6 @@ def mean(*subjects_and_flags: Any) -> None:
     except own_code.OwnCodeError as error:  # of its optimizer, or of a layer
         raise cli.FlagsError(f"{folders[0]}: code of one's own {error}") from None
     print(f"{flags.out}: step 0 with the mean of {', '.join(map(str, folders))}")
-
-
-# --- output ---------------------------------------------------------------------------------------
-
-
-def _print_table(table: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need to be; the first and the last to the left."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        cells[0], cells[-1] = line[0].ljust(widths[0]), line[-1]
-        print("  ".join(cells).rstrip())
 
 
 # A command takes its places and its flags, and returns an exit status if it is not FINISHED.

@@ -5,6 +5,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from jaxtrain.config import Config, UsageError
+from jaxtrain.config.own_code import distrust
 from jaxtrain.config.recipes import RecipeError, load_recipe
 from jaxtrain.run.files import CONFIG_FILE
 from jaxtrain.run.metrics import read_metrics
@@ -34,8 +35,10 @@ class RunFolder(NamedTuple):
 
 
 def read_run(folder: str | os.PathLike) -> RunFolder:
-    """The run in a folder. Raises UsageError for a folder without a readable config.json."""
+    """The run in a folder, which may be a stranger's: no file in it is run from now on. Raises
+    UsageError for a folder without a readable config.json."""
     path = pathlib.Path(folder)
+    distrust(str(folder))
     try:
         config = load_recipe(path / CONFIG_FILE)
     except RecipeError as error:

@@ -74,10 +74,8 @@ def evaluates_first(config: ResolvedConfig, start: StartPoint, folder: pathlib.P
     this step and its evaluation. Every process must call this."""
     if start.step:
         due = Intervals.of(config.train, config.checkpoint, 1).evaluates(start.step)
-        evaluated = lambda: any(
-            record["step"] == start.step and VALIDATION_LOSS in record
-            for record in read_metrics(folder)
-        )
-        return due and is_evaluated(config.data) and not cluster.from_main(evaluated, FolderError)
+        is_of_it = lambda record: record["step"] == start.step and VALIDATION_LOSS in record
+        has_record = lambda: any(map(is_of_it, read_metrics(folder)))
+        return due and is_evaluated(config.data) and not cluster.from_main(has_record, FolderError)
     has_learned = start.resumes or config.train.init_from or config.train.fork_from
     return bool(has_learned or (config.train.eval_every and config.data.validation))
