@@ -2,7 +2,7 @@
 run goes on. No jax.
 
 page_data.py has what it shows, the template page.html how. The page's own content security policy
-allows no request; what is served may ask its server for newer data.
+allows no request; a page that is served may ask for itself again, for newer data.
 """
 
 import base64
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
             print(f"http://{ADDRESS}:{flags.serve}/ until Ctrl-C", flush=True)
             server.serve_forever()
     else:
-        content, out = page(read_data(folder)), flags.out or str(folder / FILE)
+        content, out = page(folder), flags.out or str(folder / FILE)
         cli.write_output(out, content)
         print(f"{out}: {len(content) / 1000:,.0f} kB")
 
@@ -70,28 +70,25 @@ def check_flags(flags: types.SimpleNamespace) -> tuple[pathlib.Path, types.Simpl
     return pathlib.Path(flags.words[0]), flags
 
 
-def read_data(folder: pathlib.Path) -> str:
-    """The data of a run's page, as JSON that may stand in a script element. Raises UsageError for
-    a folder that is no run's or cannot be read."""
+def page(folder: pathlib.Path, *, is_live: bool = False) -> bytes:
+    """The page of the run in a folder. Raises UsageError for a folder that is no run's or cannot be
+    read. is_live: it asks for newer data where it came from"""
     own_code.distrust(str(folder))  # a stranger's, of which no file is run
     try:
         data = page_data(read_run(folder))
     except OSError as error:
         rule = f"{error.filename!r} cannot be read ({error.strerror})"
         raise UsageError(rule, advice="the folder of a run") from None
-    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-
-
-def page(data: str, *, is_live: bool = False) -> bytes:
-    """The page. data: as of `read_data`; is_live: it asks for newer data where it came from"""
+    # numbers of a damaged file that are not finite become null, as in metrics.jsonl
+    finite = json.loads(json.dumps(data), parse_constant=lambda name: None)
     template = pathlib.Path(__file__).with_name("page.html").read_text("utf-8")
     (script,) = re.findall("<script>(.*?)</script>", template, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     texts = {
         "policy": f"script-src 'sha256-{digest}'" + "; connect-src 'self'" * is_live,
-        "title": html.escape(json.loads(data)["name"]),
+        "title": html.escape(data["name"]),
         "live": json.dumps(is_live),
-        "data": data,
+        "data": json.dumps(finite).replace("<", "\\u003c"),  # it stands in a script element
     }
     filled = re.sub(r"<!-- (\w+) -->", lambda mark: texts[mark[1]], template)
     return filled.encode(errors="replace")
@@ -99,28 +96,26 @@ def page(data: str, *, is_live: bool = False) -> bytes:
 
 class PageServer(http.server.ThreadingHTTPServer):
     """The server of the page of the run in a folder, on the loopback address. port: 0 for a free
-    one. Raises UsageError for a port that cannot be used, and as `read_data`."""
+    one. Raises UsageError for a port that cannot be used, and as `page`."""
 
     daemon_threads = True
 
     def __init__(self, folder: pathlib.Path, port: int):
-        self._folder, self._reading = folder, threading.Lock()
-        self._data, self._until = "", 0.0
-        self.data()  # a folder that cannot be read is no run's
+        self._folder, self._reading, self._until = folder, threading.Lock(), 0.0
+        self.content()  # a folder that cannot be read is no run's
         try:
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
             rule = f"--serve={port} cannot be used ({error.strerror})"
             raise UsageError(rule, {"serve": min(port + 1, 65535)}) from None
 
-    def data(self) -> str:
-        """The run's data, some seconds old at most. Raises UsageError as `read_data`."""
+    def content(self) -> bytes:
+        """The page, some seconds old at most. Raises UsageError as `page`."""
         with self._reading:
             if (begin := time.monotonic()) > self._until:
-                self._data = read_data(self._folder)
-                took = time.monotonic() - begin
-                self._until = begin + max(FRESH_S, REST * took)
-            return self._data
+                self._content = page(self._folder, is_live=True)
+                self._until = begin + max(FRESH_S, REST * (time.monotonic() - begin))
+            return self._content
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -129,20 +124,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # A page of a stranger's, whose host name leads to this address, could read this one.
-        if self.headers.get("Host", "").partition(":")[0] not in (ADDRESS, "localhost"):
-            return self.send_error(403)
-        if self.path not in ("/", "/data.json"):
+        is_own = self.headers.get("Host", "").partition(":")[0] in (ADDRESS, "localhost")
+        if not is_own or self.path != "/":
             return self.send_error(404)
         try:
-            data = self.server.data()
+            content = self.server.content()
         except UsageError as error:
             return self.send_error(503, explain=str(error))
-        content = page(data, is_live=True) if self.path == "/" else data.encode()
         self.send_response(200)
-        kind = "text/html" if self.path == "/" else "application/json"
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Type", "text/html; charset=utf-8")
         self.end_headers()
         self.wfile.write(content)
 

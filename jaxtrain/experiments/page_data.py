@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.config import Config, fields, get, setting_of, value_text
 from jaxtrain.config.phases import spans
 from jaxtrain.experiments.run_folder import RunFolder
@@ -64,17 +66,16 @@ def curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[float, flo
     """Steps, wall seconds and values of the records that have this number: all, or the least and
     the greatest of each of POINTS / 2 parts, in order, so that no spike is lost; and the last."""
     points = [
-        (record["step"], record.get("wall_s", 0.0), value)
+        (record["step"], record.get("wall_s", 0.0), float(f"{value:.7g}"))
         for record in records
         if isinstance(value := record.get(name), (int, float)) and math.isfinite(value)
     ]
-    size = -(-2 * len(points) // POINTS)
-    if size > 2:
-        value_of = lambda point: point[2]
-        parts = [points[begin : begin + size] for begin in range(0, len(points), size)]
-        ends = ({min(part, key=value_of), max(part, key=value_of)} for part in parts)
-        points = [*(point for pair in ends for point in sorted(pair)), points[-1]]
-    return [(step, wall_s, float(f"{value:.7g}")) for step, wall_s, value in points]
+    if len(points) <= POINTS:
+        return points
+    values = np.array([value for _, _, value in points])
+    parts = np.array_split(np.arange(len(points)), POINTS // 2)
+    ends = {part[index(values[part])] for part in parts for index in (np.argmin, np.argmax)}
+    return [points[i] for i in sorted({*ends, len(points) - 1})]
 
 
 def _is_running(run: RunFolder) -> bool | None:
