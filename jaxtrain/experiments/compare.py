@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain import cli
 from jaxtrain.config import ConfigError, UsageError, fields, get, value_text
 from jaxtrain.config.flags import Flag
-from jaxtrain.config.own_code import OwnCodeError, distrust
+from jaxtrain.config.own_code import OwnCodeError
 from jaxtrain.experiments.run_folder import RunFolder, read_run
 from jaxtrain.run import files, streams
 from jaxtrain.run.metrics import METRICS, VALIDATION_LOSS, short
@@ -49,8 +49,6 @@ def check(flags: types.SimpleNamespace) -> tuple[list[RunFolder], pathlib.Path]:
     if unwritable or out.suffix not in PICTURES:
         why = unwritable.why if unwritable else f"does not end in {', '.join(PICTURES)}"
         raise UsageError(f"--out={flags.out!r} {why}", {"out": "compare.png"})
-    for run in runs:
-        distrust(str(run.folder))  # a stranger's, of which no file is run
     return runs, out
 
 

@@ -55,21 +55,7 @@ HANG_S = 600  # seconds in which a tracker has to take what there is, while the 
 @cli.command
 def main(argv: Sequence[str]) -> None:
     """Ends with status 2 for what cannot work, and with 74 if a tracker has failed."""
-    folder, names, follow = cli.checked_flags(argv, DESCRIPTION, FLAGS, check_flags, words=True)
-    own_code.distrust(str(folder))
-    for name in names:
-        try:
-            print(f"{name}: {feed(folder, name, follow)}", flush=True)
-        except BlockingIOError:
-            raise places.NoStorageError(
-                f"{name}: another process sends it this run's records"
-            ) from None
-        except Exception as error:  # a library's, whatever it is
-            raise places.NoStorageError(f"{name}: {type(error).__name__}: {error}") from error
-
-
-def check_flags(flags: types.SimpleNamespace) -> tuple[pathlib.Path, list[str], bool]:
-    """The run's folder, its trackers, and whether they follow it. Raises UsageError."""
+    flags = cli.checked_flags(argv, DESCRIPTION, FLAGS, lambda flags: flags, words=True)
     if len(flags.words) != 1:
         raise UsageError(f"track is about one run, not {len(flags.words)}: jaxtrain track RUN")
     run = read_run(flags.words[0])
@@ -77,7 +63,15 @@ def check_flags(flags: types.SimpleNamespace) -> tuple[pathlib.Path, list[str], 
     for name in names:
         if fault := fault_of(name):
             raise UsageError(f"--to={name} {fault}")
-    return run.folder, names, flags.follow
+    for name in names:
+        try:
+            print(f"{name}: {feed(run.folder, name, flags.follow)}", flush=True)
+        except BlockingIOError:
+            raise places.NoStorageError(
+                f"{name}: another process sends it this run's records"
+            ) from None
+        except Exception as error:  # a library's, whatever it is
+            raise places.NoStorageError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def feed(folder: pathlib.Path, name: str, follow: bool) -> str:

@@ -68,7 +68,7 @@ def test_the_file(run, tmp_path, capsys):
     own = re.sub('id="data">.*', "", text)  # without the data, which are no addresses
     assert re.findall(r"\w+://[^\"' ]+", own) == ["http://www.w3.org/2000/svg"]
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
-    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "connect" not in policy
+    assert policy.startswith("default-src 'none'; script-src 'nonce-") and "connect" not in policy
     assert main([str(run), f"--out={tmp_path / 'other.html'}"]) in (0, None)
     assert (tmp_path / "other.html").stat().st_size > 20_000
 
@@ -105,14 +105,14 @@ def test_damaged_files(tmp_path, capsys):
 @pytest.mark.parametrize(
     "argv, says",
     [
-        ([], "page is about one folder, not 0: use jaxtrain page RUN"),
-        (["a", "b"], "page is about one folder, not 2: use jaxtrain page RUN"),
+        ([], "page is about one folder, not 0: jaxtrain page RUN"),
+        (["a", "b"], "page is about one folder, not 2: jaxtrain page RUN"),
         (["none"], "'none' is not the folder of a run: "),
         (["RUN", "--out=none/page.html"], "--out='none/page.html' cannot be written"),
         (["RUN/.."], "is not the folder of a run: "),
-        (["linked"], "linked/metrics.jsonl' cannot be read (it is a link to "),
+        (["linked"], "'linked' is not the folder of a run: [Errno 1] it is a link to "),
+        (["other"], "'other' cannot be read: [Errno 1] it is a link to "),
         (["none", "--serve"], "'none' is not the folder of a run: "),
-        (["RUN", "--serve", "--out=x.html"], "--serve=8790 writes no --out='x.html': use --out="),
         (["RUN", "--serve=70000"], "--serve=70000"),
         (["RUN", "--serve=PORT"], "cannot be used (Address already in use): use --serve="),
     ],
@@ -121,6 +121,8 @@ def test_what_cannot_work(run, argv, says, capsys, monkeypatch):
     monkeypatch.chdir(run.parent)
     write_run(linked := run.parent / "linked")
     (linked / "metrics.jsonl").symlink_to(run / "metrics.jsonl")
+    write_run(other := run.parent / "other")
+    (other / "samples.jsonl").symlink_to(run / "samples.jsonl")
     before = sorted(run.parent.rglob("*"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = [word.replace("PORT", str(taken.getsockname()[1])) for word in argv]
@@ -133,10 +135,7 @@ def test_what_cannot_work(run, argv, says, capsys, monkeypatch):
 
 
 @pytest.fixture
-def server(run, monkeypatch):
-    """The server of the run, which reads its folder for each answer."""
-    monkeypatch.setattr("jaxtrain.experiments.page.FRESH_S", 0.0)
-    monkeypatch.setattr("jaxtrain.experiments.page.REST", 0.0)
+def server(run):
     with PageServer(run, 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
