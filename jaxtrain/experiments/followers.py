@@ -44,21 +44,24 @@ class Followers:
         # as this process finds its modules, whatever is in the present folder
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         for name in names:
-            words = ["jaxtrain.experiments.track", str(folder), f"--to={name}"]
             output = folder / FOLDER / f"{name.replace('/', '_')}.log"
             with warned(output, log):
                 output.parent.mkdir(exist_ok=True)
                 with open(fresh(output), "wb") as file:
                     process = subprocess.Popen(
-                        [sys.executable, "-P", "-m", *words, "--follow"],
+                        [
+                            *(sys.executable, "-P", "-m", "jaxtrain.experiments.track"),
+                            *(str(folder), f"--to={name}", "--follow"),
+                        ],
                         stdin=subprocess.PIPE,
                         stdout=file,
                         stderr=file,
                         env=os.environ | {"PYTHONPATH": path},
                         start_new_session=True,
                     )
-                attend = (process, name, output, log)
-                thread = threading.Thread(target=_attend, args=attend, daemon=True)
+                thread = threading.Thread(
+                    target=_attend, args=(process, name, output, log), daemon=True
+                )
                 thread.start()
                 self._running.append((process, thread))
 

@@ -194,11 +194,17 @@ def mlflow_run(run: RunFolder, run_id: str) -> types.SimpleNamespace:
     matches = mlflow.search_runs(
         [experiment.experiment_id], f"tags.jaxtrain = '{run_id}'", output_format="list"
     )
-    known = matches[0].info.run_id if matches else None
-    data = mlflow.start_run(known, run_name=run.name, tags={"jaxtrain": run_id}).data
+    data = mlflow.start_run(
+        matches[0].info.run_id if matches else None, run_name=run.name, tags={"jaxtrain": run_id}
+    ).data
     for group, settings in to_dict(run.config).items():
-        texts = {f"{group}.{name}": value_text(value) for name, value in settings.items()}
-        mlflow.log_params({k: v for k, v in texts.items() if k not in data.params})
+        mlflow.log_params(
+            {
+                path: value_text(value)
+                for name, value in settings.items()
+                if (path := f"{group}.{name}") not in data.params
+            }
+        )
     last = {metric.key: metric.step for metric in data.to_proto().metrics}
 
     def log(step: int, numbers: dict[str, float]) -> None:
