@@ -38,7 +38,7 @@ from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.config.rules import checks
 from jaxtrain.data import __main__ as data_command
 from jaxtrain.devices import cluster_environment
-from jaxtrain.experiments import page, sweep
+from jaxtrain.experiments import compare, page, sweep, track
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.command import main as plan_command
 from jaxtrain.schedule.by_name import make_table
@@ -231,8 +231,12 @@ def check_module(module: str, arguments: list[str]) -> None:
         assert not reading.errors and convert.folder_of(reading.namespace, command)
     elif module == "jaxtrain.sweep":
         cli.checked(read_flags(arguments, "", sweep.FLAGS, with_config=True), sweep.plan_sweep)
-    elif module == "jaxtrain.page":
-        cli.checked_flags(arguments, "", page.FLAGS, page.check_flags, words=True)
+    elif module in (of_runs := {"jaxtrain.page": page, "jaxtrain.compare": compare}):
+        flags = of_runs[module].FLAGS
+        assert cli.checked_flags(arguments, "", flags, lambda flags: flags, words=True).words
+    elif module == "jaxtrain.track":
+        flags = cli.checked_flags(arguments, "", track.FLAGS, lambda flags: flags, words=True)
+        assert flags.words and {flags.to} <= {*track.TRACKERS}
     elif module == "pytest":
         assert all((ROOT / path).exists() for path in arguments)
     elif module == "jaxtrain.plan":

@@ -128,7 +128,7 @@ def plain_optimizer(cfg: Config) -> optax.GradientTransformation:
     is_matrix = lambda path, a: a.ndim > 1 and "biases" not in jax.tree_util.keystr(path)
     matrices = lambda params: jax.tree_util.tree_map_with_path(is_matrix, params)
     if cfg.optimizer.name == "muon":
-        return optax.chain(optax.clip_by_global_norm(cfg.optimizer.clip_norm), _muon(cfg, matrices))
+        return optax.chain(optax.clip_by_global_norm(cfg.optimizer.clip_norm), _muon(cfg))
     return optax.chain(
         optax.clip_by_global_norm(cfg.optimizer.clip_norm),
         record_of(cfg.optimizer.name).make(jax, optax, cfg.optimizer),
@@ -137,8 +137,10 @@ def plain_optimizer(cfg: Config) -> optax.GradientTransformation:
     )
 
 
-def _muon(cfg: Config, matrices) -> optax.GradientTransformation:
-    """optax's, of matrices that stand side by side in an array as separate ones."""
+def _muon(cfg: Config) -> optax.GradientTransformation:
+    """optax's, of matrices that stand side by side in an array as separate ones. Without decay of
+    weights: optax's Adam would let norms decay with tables."""
+    assert not cfg.optimizer.weight_decay
     of, model = cfg.optimizer, cfg.model
 
     def of_head(array, heads: int, *widths: int) -> list:
@@ -174,7 +176,6 @@ def _muon(cfg: Config, matrices) -> optax.GradientTransformation:
         ns_steps=of.muon_iterations,
         beta=of.momentum,
         eps=of.epsilon,
-        weight_decay=of.weight_decay,
         adam_b1=of.b1,
         adam_b2=of.b2,
         adam_learning_rate=lambda count: (

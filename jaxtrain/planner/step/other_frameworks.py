@@ -118,7 +118,8 @@ class Device(DeviceState):
         if isinstance(of, str):
             return updated
         record, mean = record_of(of.name), self.model.mean
-        state = mean(lambda m: sum(record.state_numbers(a.shape, of) for a in m.layer().arrays))
+        numbers = lambda a: record.of(bool(a.matrices)).state_numbers(a.shape, of)
+        state = mean(lambda m: sum(map(numbers, m.layer().arrays)))
         return state / mean(lambda m: m.layer().size) * updated
 
     @functools.cached_property
