@@ -232,7 +232,7 @@ def read_metrics(workdir: str | os.PathLike, file: str = METRICS_FILE) -> list[d
         # names once in memory, not once a record: half of a long run's
         {sys.intern(name): value for name, value in record.items()}
         for record in read_json_lines(pathlib.Path(workdir) / file)
-        if isinstance(record, dict) and isinstance(record.get("step"), int)
+        if isinstance(record.get("step"), int)
     ]
 
 
