@@ -183,9 +183,8 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     long. Raises UsageError or ConfigError."""
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
-        return Output(
-            advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)
-        )
+        known = hardware.load(flags.hardware) if flags.hardware else None
+        return Output(advise(flags.advise, known))
     if flags.assume not in FRAMEWORKS:
         raise UsageError(
             f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})",
