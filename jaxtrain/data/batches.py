@@ -81,7 +81,8 @@ class TrainingBatches:
             corpus.prefetch(ranges[:fit], is_needed=False)
 
     def remarks(self) -> list[str]:
-        """Lines of text about sources with too few tokens for a batch."""
+        """Lines of text about sources with too few tokens for a batch, and about a cache that has
+        no room for what is read ahead of one."""
         span, lines = self.spans[0], []
         for k, (source, corpus) in enumerate(self.corpora.pairs()):
             sequences = self._orders[k].sequences
@@ -97,22 +98,18 @@ class TrainingBatches:
                     f"{few}, which are {count} sequence{'s'[: count > 1]} of {length}, and "
                     f"data.batch_size={span.batch_size}: they repeat within a batch"
                 )
-            lines += self._cache_note(k)
+            ranges, _ = self._orders[k].window(0)
+            size = sum(last - first for first, last in ranges) * corpus.tokens.dtype.itemsize
+            most, windows = source.data.store_cache_gb, 4  # two, and as much again
+            needed = math.ceil(10 * windows * size * len(self._orders) / 1e9) / 10
+            if corpus.in_store and most < min(needed, 1.1 * corpus.tokens.nbytes / 1e9):
+                lines.append(
+                    f"data.store_cache_gb={most:g} is little for {source.setting}={corpus.source}, "
+                    f"of which sequences are read in windows of {size / 1e9:.3g} GB: its blocks "
+                    "are requested again and again: use "
+                    f"--config.data.store_cache_gb={needed:g}"
+                )
         return lines
-
-    def _cache_note(self, k: int) -> list[str]:
-        """A note about a cache that has no room for what is read ahead of source k."""
-        (source, corpus), (ranges, _) = self.corpora.pairs()[k], self._orders[k].window(0)
-        size = sum(last - first for first, last in ranges) * corpus.tokens.dtype.itemsize
-        most, windows = source.data.store_cache_gb, 4  # two, and as much again
-        needed = math.ceil(10 * windows * size * len(self._orders) / 1e9) / 10
-        if not corpus.in_store or most >= min(needed, 1.1 * corpus.tokens.nbytes / 1e9):
-            return []
-        return [
-            f"data.store_cache_gb={most:g} is little for {source.setting}={corpus.source}, of "
-            f"which sequences are read in windows of {size / 1e9:.3g} GB: its blocks are requested "
-            f"again and again: use --config.data.store_cache_gb={needed:g}"
-        ]
 
     def describe(self, batch: int) -> str:
         """The epochs and the sequences of a batch, in words."""
@@ -133,8 +130,7 @@ class TrainingBatches:
     def end(self) -> tuple[MixtureSource, int] | None:
         """The source that ends the run, and the number of whole batches before that, if it is
         before the last span's end."""
-        total = self.spans[-1].rows_before(self.spans[-1].end)
-        segment = self._segment(total - 1)
+        segment = self._segment(self.spans[-1].rows_before(self.spans[-1].end) - 1)
         if segment.parts:
             return None
         span = next(s for s in reversed(self.spans) if s.rows <= segment.first)
@@ -151,8 +147,11 @@ class TrainingBatches:
         the weights of its sources up to the last one with a weight."""
         number = span_at(self.spans, batch).rows_before(batch)
         self._segment(max(0, number - 1))
-        past = [segment for segment in self._segments if segment.first < number]
-        return [(segment.first, tuple(np.trim_zeros(segment.parts, "b"))) for segment in past]
+        return [
+            (segment.first, tuple(np.trim_zeros(segment.parts, "b")))
+            for segment in self._segments
+            if segment.first < number
+        ]
 
     def _segment(self, number: int) -> Segment:
         """The segment of a sequence, by its number among all."""
@@ -222,8 +221,9 @@ class HeldOutBatches:
         )
         available = -(-len(self._sequences) // data.batch_size)
         self.batches = available if most is None else min(most, available)
-        sizes = data.batch_size, data.sequence_length
-        self.spans = (Span("", 0, max(1, self.batches), *sizes, (), 0, 0),)
+        self.spans = (
+            Span("", 0, max(1, self.batches), data.batch_size, data.sequence_length, (), 0, 0),
+        )
 
     def draw(self, batch: int, place: int) -> Draw:
         """The sequence at a place of a batch; padding after the set's end."""

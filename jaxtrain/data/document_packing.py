@@ -122,7 +122,12 @@ class Sequences:
         window[:n] = ids
         counts = np.zeros(self.length + 1, np.float32)
         counts[:n] = 1 if self._mask is None else read_ranges(self._mask, ranges)
-        starts, begins = self._starts(ranges)
+        lows, highs = np.array(ranges, np.int64).reshape(-1, 2).T
+        begins = np.cumsum(highs - lows) - (highs - lows)  # the places of the ranges
+        first, last = (np.searchsorted(self._documents, edges) for edges in (lows, highs))
+        inside = read_ranges(self._documents, [*zip(first, last, strict=True)])
+        starts = np.zeros(self.length + 1, bool)  # True where a document begins
+        starts[inside + np.repeat(begins - lows, last - first)] = True
         # Where a part of a document follows on another text, its first token is only read: it is
         # the target of the part before.
         counts[begins[~starts[begins]]] = 0
@@ -135,17 +140,3 @@ class Sequences:
             arrays["segments"] = np.cumsum(starts, dtype=np.int32)[:-1]
             arrays["positions"] = (index - np.maximum.accumulate(np.where(starts, index, 0)))[:-1]
         return arrays
-
-    def _starts(self, ranges: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """[T + 1] bool: True where a document begins; and [ranges] the place in the sequence of
-        each of these ranges of the corpus."""
-        lows, highs = np.array(ranges, np.int64).reshape(-1, 2).T
-        first, last = (
-            np.searchsorted(self._documents, lows),
-            np.searchsorted(self._documents, highs),
-        )
-        inside = read_ranges(self._documents, [*zip(first, last, strict=True)])
-        begins = np.cumsum(highs - lows) - (highs - lows)
-        starts = np.zeros(self.length + 1, bool)
-        starts[inside + np.repeat(begins - lows, last - first)] = True
-        return starts, begins

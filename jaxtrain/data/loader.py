@@ -239,8 +239,7 @@ def make_loaders(
         independent_replicas=replicas,
         prefetch=data.prefetch,
     )
-    held_out = {
+    return load(batches, log=log), {
         name: load(HeldOutBatches(name, one, data, eval_batches))
         for name, one in batches.corpora.validation_sets.items()
     }
-    return load(batches, log=log), held_out

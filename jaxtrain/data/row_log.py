@@ -110,8 +110,7 @@ def check_rows(workdir: str | os.PathLike) -> dict[str, SourceRows]:
     for expected, (batch, sequences) in enumerate(batches.items(), min(batches, default=0)):
         if batch != expected or sequences.keys() != set(range(len(sequences))):
             raise ValueError(f"batch {expected} is missing, or a part of it")
-        for place in range(len(sequences)):
-            one = sequences[place]
+        for place, one in sorted(sequences.items()):
             before = read.setdefault(one.source, [])
             if before and one.ordinal != before[-1].ordinal + 1:
                 raise ValueError(

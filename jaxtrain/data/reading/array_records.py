@@ -75,8 +75,9 @@ def _records(name: str, path: pathlib.Path) -> Iterator[bytes]:
             number += 1
         reader.close()
     except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-        where = f"{name}: record {number + 1}"
-        raise unreadable(where, "ArrayRecord", error, count - number) from error
+        raise unreadable(
+            f"{name}: record {number + 1}", "ArrayRecord", error, count - number
+        ) from error
 
 
 def _parse_example(record: bytes, where: str) -> JsonValue:

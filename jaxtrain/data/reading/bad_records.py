@@ -102,8 +102,9 @@ class Skipped:
             return []
         hidden = len(self.places) - PLACES
         rest = [f"  and {hidden:,} more, which are in {stored}"] if hidden > 0 else []
-        head = (
+        return [
             f"data.bad_records=skip: {self.count:,} bad record{'s'[: self.count > 1]} of "
-            f"data.source={source} left out:"
-        )
-        return [head, *(f"  {place}" for place in self.places[:PLACES]), *rest]
+            f"data.source={source} left out:",
+            *(f"  {place}" for place in self.places[:PLACES]),
+            *rest,
+        ]

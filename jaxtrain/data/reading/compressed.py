@@ -42,7 +42,6 @@ MAGIC = {
 HEAD = 512  # bytes by which a kind of file is recognized
 # kind of archive → where its mark stands, and the mark
 ARCHIVES = {"a tar archive": (257, b"ustar"), "a zip archive": (0, b"PK\x03\x04")}
-TOO_WIDE = "requires too much memory"  # in what zstd says of a window that it does not take unasked
 
 
 def open_input(path: str, ahead: int = PART) -> BinaryIO:
@@ -110,19 +109,12 @@ class _Gzip:
 
     def __init__(self) -> None:
         self._member = zlib.decompressobj(16 + zlib.MAX_WBITS)
-        self.needs_input = True
-
-    @property
-    def eof(self) -> bool:
-        return self._member.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._member.unused_data
+        self.needs_input, self.eof, self.unused_data = True, False, b""
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
         output = self._member.decompress(self._member.unconsumed_tail + data, max_length)
         self.needs_input = len(output) < max_length and not self._member.unconsumed_tail
+        self.eof, self.unused_data = self._member.eof, self._member.unused_data
         return output
 
 
@@ -176,7 +168,7 @@ class _Bytes(io.RawIOBase):
             if isinstance(error, OSError) and error.errno:
                 raise  # an error of the disk, not of the content
             reason = (str(error).strip().splitlines() or ["it ends too early"])[0]
-            if TOO_WIDE in reason:
+            if "requires too much memory" in reason:  # zstd does not take such a window unasked
                 raise DamagedFile(
                     self._path,
                     "its zstd content needs more than 128 MiB of memory to be decompressed (a "

@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from jaxtrain.config.groups.formats import FORMATS
 from jaxtrain.config.sources import File, Source
 from jaxtrain.data.reading.bad_records import BadRecord, DamagedFile, Skipped
-from jaxtrain.data.reading.compressed import Reader
+from jaxtrain.data.reading.compressed import BLOCK, Reader
 from jaxtrain.data.reading.json_text import BYTE_ORDER_MARK
 from jaxtrain.data.reading.records import Runs, TextPiece, TextPieces, not_utf8
 
-BLOCK = 1 << 20  # bytes of a text read at a time
 RENAME = "remove it, or let its name begin with _ or ."
 
 

@@ -10,9 +10,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from jaxtrain.config.sources import File
-from jaxtrain.data.reading.compressed import Reader, is_compressed, open_input
+from jaxtrain.data.reading.compressed import BLOCK, Reader, is_compressed, open_input
 
-BLOCK = 1 << 20  # bytes read at a time
 LINE = 1 << 14  # bytes read at a time to find the end of a line
 
 
@@ -40,8 +39,8 @@ def _lines(file: File, size: int) -> Iterator[tuple[File, int]]:
 
 def lines_before(file: File) -> int:
     """The number of lines of a JSONL file before an extent of it."""
-    places = [*range(0, file.first, BLOCK), file.first]
-    return sum(_line_ends(file.path, *block) for block in itertools.pairwise(places))
+    blocks = itertools.pairwise([*range(0, file.first, BLOCK), file.first])
+    return sum(_line_ends(file.path, *block) for block in blocks)
 
 
 @functools.cache
@@ -55,7 +54,6 @@ def _line_ends(path: str, first: int, last: int) -> int:
 def _row_groups(file: File, size: int) -> Iterator[tuple[File, int]]:
     """Extents of consecutive row groups. A file whose footer cannot be read has one extent, and its
     reader says what is wrong."""
-    import pyarrow
     import pyarrow.parquet
 
     try:

@@ -82,7 +82,13 @@ class JsonText:
                     or error.pos >= len(self._text) - CUT
                 )
                 if not (cut and self._more()):
-                    raise self._not_json(error.msg, error.pos) from error
+                    begin = self._text.rfind("\n", 0, error.pos) + 1  # of its line
+                    column = error.pos - begin + 1 + (self._before if not begin else 0)
+                    number = self._line + self._text.count("\n", self._counted, error.pos)
+                    raise BadRecord(
+                        f"{self._path}:{number}",
+                        f"not valid JSON: {error.msg} (column {column})",
+                    ) from error
             except (ValueError, RecursionError) as error:
                 raise BadRecord(
                     self.where, f"JSON that cannot be read: {str(error).splitlines()[0]}"
@@ -116,15 +122,6 @@ class JsonText:
             if depth < 0 or (not depth and mark in ",]}"):
                 self._at -= depth < 0 or mark == ","  # it separates, or ends the list
                 return
-
-    def _not_json(self, message: str, place: int) -> BadRecord:
-        line = self._text.rfind("\n", 0, place) + 1
-        column = place - line + 1 + (self._before if not line else 0)
-        number = self._line + self._text.count("\n", self._counted, place)
-        return BadRecord(
-            f"{self._path}:{number}",
-            f"not valid JSON: {message} (column {column})",
-        )
 
     def _count_lines(self) -> None:
         self._line += self._text.count("\n", self._counted, self._at)

@@ -49,9 +49,11 @@ def read_header(stream: BinaryIO, path: str) -> tuple[np.dtype, int, int]:
             f"version 1 and {', '.join(f'{key} ({name})' for key, name in DTYPES.items())}"
         )
     size, needed = stream.seek(0, os.SEEK_END), HEADER.size + 12 * sequences + 8 * bounds
-    what = f"{path}: {size:,} bytes for {sequences:,} sequences and {bounds:,} bounds of documents"
     if size != needed or not sequences or not bounds:
-        raise BadFile(f"{what}, which take {needed:,}: it is cut short, damaged, or has images")
+        raise BadFile(
+            f"{path}: {size:,} bytes for {sequences:,} sequences and {bounds:,} bounds of "
+            f"documents, which take {needed:,}: it is cut short, damaged, or has images"
+        )
     return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, bounds
 
 
@@ -113,6 +115,5 @@ def document_ends(tokens: str) -> Iterator[np.ndarray]:
                 begins = read(pointers_at, "<i8", block, count)
                 inside = slice(*np.searchsorted(bounds, [block, block + len(begins)]))
                 places[inside] = begins[bounds[inside] - block]
-            is_empty = places == np.append(place, places[:-1])
+            yield places[places != np.append(place, places[:-1])] // dtype.itemsize
             place = int(places[-1])
-            yield places[~is_empty] // dtype.itemsize

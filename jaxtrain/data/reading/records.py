@@ -83,12 +83,11 @@ def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
 
 def _lines(stream: Reader, file: File) -> Iterator[JsonValue]:
     """The values of lines, without blank ones. Their numbers begin with the extent's first line."""
-    path = file.path
     for number, line in enumerate(stream, 1):
         if number == 1 and not file.first:
             line = line.removeprefix(BYTE_ORDER_MARK)
         if line.strip():
-            yield parse(line, f"{path}:{number}")
+            yield parse(line, f"{file.path}:{number}")
 
 
 def parse(line: bytes, where: str) -> JsonValue:
@@ -186,31 +185,29 @@ def _has_records_as_lines(path: str) -> bool:
 
 def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> TextPieces:
     """The records of a Parquet file. A compressed one is decompressed into `scratch` before, since
-    its parts are not read in their order."""
+    its parts are not read in their order. If a page is damaged, the rest of its row group is
+    lost."""
+    # Half a second to import, and needed by few: not at the top.
+    import pyarrow.parquet
+
     is_stored = addresses.is_address(file.path) and not is_compressed(file.path)
     opened: contextlib.AbstractContextManager[Any] = (
         StoreStream(file.path, ahead=0) if is_stored else plain_file(file.path, scratch)
     )
-    with opened as content:
-        yield from _parquet_rows(file, content, runs)
-
-
-def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -> TextPieces:
-    """The records of a Parquet file with this content, decompressed. If a page is damaged, the rest
-    of its row group is lost."""
-    # Half a second to import, and needed by few: not at the top.
-    import pyarrow
-    import pyarrow.parquet
-
     row = end = 0
     errors = (pyarrow.ArrowException, *UNREADABLE)
     try:
         # By default pyarrow reads the columns of a row group into memory entirely. In a store the
         # buffer is the size of a request.
-        size = PART if isinstance(content, StoreStream) else BLOCK
-        with pyarrow.parquet.ParquetFile(
-            content, pre_buffer=False, buffer_size=size, page_checksum_verification=True
-        ) as parquet:
+        with (
+            opened as content,
+            pyarrow.parquet.ParquetFile(
+                content,
+                pre_buffer=False,
+                buffer_size=PART if is_stored else BLOCK,
+                page_checksum_verification=True,
+            ) as parquet,
+        ):
             columns = _columns(parquet.schema_arrow, runs)
             size = file.size // max(1, parquet.metadata.num_rows)
             for group in range(file.last or parquet.num_row_groups):
@@ -219,8 +216,8 @@ def _parquet_rows(file: File, content: pathlib.Path | StoreStream, runs: Runs) -
                     continue
                 try:
                     for batch in parquet.iter_batches(ROWS, [group], columns):
-                        entries = _rows(batch, file.path, row, "Parquet")
-                        yield from documents_of(entries, "a row", runs, lambda: size)
+                        rows = _rows(batch, file.path, row, "Parquet")
+                        yield from documents_of(rows, "a row", runs, lambda: size)
                         row += len(batch)
                 except errors as error:
                     yield unreadable(
@@ -322,8 +319,10 @@ def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> list
     if not any(texts):
         return []
     *before, last = zip(texts, runs, strict=True)
-    pieces = [TextPiece(text, counts, False, 0) for text, (counts, _) in before]
-    return [*pieces, TextPiece(last[0], last[1][0], True, size)]
+    return [
+        *(TextPiece(text, counts, False, 0) for text, (counts, _) in before),
+        TextPiece(last[0], last[1][0], True, size),
+    ]
 
 
 def _text_of(record: dict[str, Any], name: str, runs: Runs, where: str) -> str:
@@ -336,8 +335,12 @@ def _text_of(record: dict[str, Any], name: str, runs: Runs, where: str) -> str:
     settings = _fitting_fields(record, runs)
     if value is MISSING:
         raise BadRecord(where, _no_field(record, name), SET_FIELDS, settings)
-    fix = SET_FIELDS if isinstance(value, list | dict) else ""
-    raise BadRecord(where, f"field {name!r} is {_kind(value)}, not text", fix, settings)
+    raise BadRecord(
+        where,
+        f"field {name!r} is {_kind(value)}, not text",
+        SET_FIELDS if isinstance(value, list | dict) else "",
+        settings,
+    )
 
 
 def _fitting_fields(record: dict[str, Any], runs: Runs) -> str:
@@ -400,16 +403,10 @@ def _inner(value: Any) -> dict[str, Any]:
 def _no_field(value: Any, name: str) -> str:
     """The message about a missing field: the part of its path that exists, and the fields there."""
     path = ""
-    while True:
-        inner = _inner(value)
-        head = next(
-            (head for head in sorted(inner, key=len, reverse=True) if name.startswith(f"{head}.")),
-            None,
-        )
-        if head is None:
-            break
-        path, value, name = f"{path}{head}.", inner[head], name[len(head) + 1 :]
-    fields_present = ", ".join(map(repr, inner)) or (
+    while heads := [head for head in _inner(value) if name.startswith(f"{head}.")]:
+        head = max(heads, key=len)
+        path, value, name = f"{path}{head}.", _inner(value)[head], name[len(head) + 1 :]
+    fields_present = ", ".join(map(repr, _inner(value))) or (
         "none" if isinstance(value, dict | list) else f"none: it is {_kind(value)}"
     )
     inside = f"in {path.removesuffix('.')!r} " if path else ""

@@ -32,15 +32,17 @@ def id_beyond_vocabulary(
 
     is_raw: True if data.token_dtype is the type of the ids; an .npy file states its own.
     """
-    rule = f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={data.tokenizer}"
-    needed = int(ids.max()) + 1
-    if isinstance(tokenizer, NoTokenizer):
-        rule = f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0"
-    if is_raw and (dtype := fitting_dtype(ids, data.token_dtype, tokenizer.vocab_size)):
+    needed, known = int(ids.max()) + 1, tokenizer.vocab_size
+    rule = (
+        f"{where} is not below model.vocab_size={known} and at least 0"
+        if isinstance(tokenizer, NoTokenizer)
+        else f"{where} is beyond the {known} ids of data.tokenizer={data.tokenizer}"
+    )
+    if is_raw and (dtype := fitting_dtype(ids, data.token_dtype, known)):
         return BadFile(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
     if ids.min() < 0 or needed > MOST_IDS:
         what = (
-            f"what no data.token_dtype for {tokenizer.vocab_size} ids reads as ids"
+            f"what no data.token_dtype for {known} ids reads as ids"
             if is_raw
             else f"{ids.dtype} numbers, not ids"
         )

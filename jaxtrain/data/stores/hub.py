@@ -124,9 +124,14 @@ def folder(named: Repository, names: tuple[str, ...]) -> pathlib.Path:
     named: at a commit
     """
     uri, patterns = named.uri, [*map(glob.escape, names)]
-    download = _library().snapshot_download
-    options = {"repo_type": uri.type, "revision": uri.revision, "allow_patterns": patterns}
-    return pathlib.Path(_patiently(named, lambda: download(uri.id, **options)))
+    get = functools.partial(
+        _library().snapshot_download,
+        uri.id,
+        repo_type=uri.type,
+        revision=uri.revision,
+        allow_patterns=patterns,
+    )
+    return pathlib.Path(_patiently(named, get))
 
 
 @functools.cache

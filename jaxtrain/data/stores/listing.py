@@ -39,15 +39,18 @@ def _infos(place: str, name: str, named: hub.Repository | None) -> dict[str, dic
     """Address → information of fsspec, of a file, or of those below an address, in a store or in
     the hub's repository `named`. Raises StoreError."""
     if named:
-        tree = hub.tree(named)
-        return {path: info for path, info in tree.items() if f"{path}/".startswith(f"{place}/")}
+        return {
+            path: info
+            for path, info in hub.tree(named).items()
+            if f"{path}/".startswith(f"{place}/")
+        }
     store = filesystem.filesystem(place)
     key = store._strip_protocol(place)
     try:
-        below = store.find(place, detail=True)
         # fsspec's own walk finds a file without saying anything about it
         return {
-            place + path.removeprefix(key): info or store.info(path) for path, info in below.items()
+            place + path.removeprefix(key): info or store.info(path)
+            for path, info in store.find(place, detail=True).items()
         }
     except Exception as error:
         raise filesystem.refusal(f"data.source={name}", error) or error from error

@@ -1,13 +1,12 @@
 """Files of stores read in place, by ranges: as an array, through the cache of blocks, and as a
 stream that reads ahead."""
 
-import concurrent.futures
 import functools
 import hashlib
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,9 @@ CHECK_S = 10.0  # seconds after which a file's version is looked at again
 POLL_S = 0.002  # seconds between two looks for a block that another thread or process requests
 # requests that somebody waits for, and those of what is read ahead
 NEEDED, AHEAD = (
-    concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix=f"jaxtrain-store-{name}")
+    ThreadPoolExecutor(8, thread_name_prefix=f"jaxtrain-store-{name}")
     for name in ("needed", "ahead")
 )
-
-BlockBytes = bytes | memoryview
 
 
 class StoreFile:
@@ -52,7 +49,7 @@ class StoreFile:
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end), which must be in the file."""
-        blocks, parts = _blocks(begin, end), dict[int, BlockBytes]()
+        blocks, parts = _blocks(begin, end), dict[int, bytes | memoryview]()
         while True:
             for block in blocks:
                 if block not in parts:
