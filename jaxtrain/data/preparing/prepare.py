@@ -270,8 +270,14 @@ class Preparation:
                     os.utime(folder / INFO)  # they need not be read again
             skipped = unreadable_files(source)
             if "skipped" in info:  # only bad_records=skip writes it
-                paths = [file.path for file in source.files]
-                skipped.append(Skipped(**info["skipped"]).at(paths), 0)
+                stored = Skipped(**info["skipped"])
+                # A prepared corpus has the bad records of files that are not here.
+                skipped.append(
+                    stored
+                    if source.is_prepared
+                    else stored.at([file.path for file in source.files]),
+                    0,
+                )
             return Corpus(
                 **arrays,
                 checksum=checksum,
