@@ -58,8 +58,9 @@ def wrong_arrays(
         return "its state has fewer arrays than its config's model has layers"
     trained = f"{trained_group(config.train, average)}/"
     if trained_alone:  # whatever the optimizer: one of one's own need not be there
-        decay = config.optimizer.ema_decay
-        config = with_values(config, optimizer=OptimizerConfig(ema_decay=decay))
+        config = with_values(
+            config, optimizer=OptimizerConfig(ema_decay=config.optimizer.ema_decay)
+        )
     expected = expected_shapes(config)
     # a parameter that is too many has moments, which are named after it
     for name in sorted({*expected, *stored}, key=lambda name: (not name.startswith(trained), name)):

@@ -71,13 +71,12 @@ def state_on_disk(step: Step) -> Iterator[None]:
     process must call this. Raises StateFileError in all of them."""
     # The layout has this object from the beginning, because the state's shapes name it; the file
     # is opened only for a run, not for a dry run.
-    file = step.layout.disk
-    if not file:
-        yield
-        return
-    with contextlib.closing(file):
-        cluster.in_all(file.open, StateFileError)
-        cluster.log(file.describe())
+    if file := step.layout.disk:
+        with contextlib.closing(file):
+            cluster.in_all(file.open, StateFileError)
+            cluster.log(file.describe())
+            yield
+    else:
         yield
 
 
@@ -202,8 +201,10 @@ def open_origin(chosen: ChosenStep) -> tuple[ChosenStep, RunOrigin]:
         return chosen, None
     # Opened, which checks files and names, and not yet read: that takes the state's layout.
     weights = importing.open_together(config)
-    name, size = config.data.tokenizer, config.model.vocab_size
-    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, name, size), RunError)
+    run = cluster.in_all(
+        lambda: tokenizer_of_run(weights.published, config.data.tokenizer, config.model.vocab_size),
+        RunError,
+    )
     cluster.log(*(f"note: {note}" for note in run.notes))
     return chosen, weights
 
