@@ -168,8 +168,10 @@ def ls(of: Subject, flags: types.SimpleNamespace) -> None:
     else:
         streams.log(*streams.aligned(table, "<>>><"))
     for path in of.others():
-        remark = "" if steps.BROKEN in path.name else "  not finished"
-        print(f"{path.name}  {reading.in_units(stores.size_of(path))}{remark}")
+        print(
+            f"{path.name}  {reading.in_units(stores.size_of(path))}"
+            f"{'' if steps.BROKEN in path.name else '  not finished'}"
+        )
 
 
 def _saved_at(folder: epath.Path) -> str:
@@ -207,8 +209,12 @@ def verify(of: Subject, flags: types.SimpleNamespace) -> ExitStatus:
             result = (
                 f"{len(damage)} damaged" if damage else f"complete, {reading.in_units(size)} read"
             )
-            lines = [*(f"{folder}: {why}" for why in damage), f"{folder.name}: {result}"]
-            print("\n".join(lines), flush=True)
+            print(
+                *(f"{folder}: {why}" for why in damage),
+                f"{folder.name}: {result}",
+                sep="\n",
+                flush=True,
+            )
             if damage:
                 damaged.append(folder.name)
             if newest_first:
@@ -360,12 +366,10 @@ def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
         )
         raise UsageError(rule, advice=f"jaxtrain checkpoint prune {words}")
     if not (flags.keep or flags.broken or flags.unfinished):
-        rule = "prune without a policy deletes nothing"
         raise UsageError(
-            rule,
+            "prune without a policy deletes nothing",
             {"keep": 3},
-            text=f"{rule}: use --keep=3 (and --keep_every, --keep_best), --broken=true or "
-            "--unfinished=true",
+            advice="(and --keep_every, --keep_best), --broken=true or --unfinished=true",
         )
 
 
@@ -402,9 +406,9 @@ def prune(of: Subject, flags: types.SimpleNamespace) -> None:
             reasons = _to_delete(of, flags)
             total = reading.in_units(sum(map(stores.size_of, reasons)))
             for folder, why in reasons.items():
-                doing = "deleting" if flags.yes else "would delete"
                 print(
-                    f"{doing} {folder} ({why}, {reading.in_units(stores.size_of(folder))})",
+                    f"{'deleting' if flags.yes else 'would delete'} {folder} ({why}, "
+                    f"{reading.in_units(stores.size_of(folder))})",
                     flush=True,
                 )
             if flags.yes:

@@ -214,8 +214,9 @@ def mean_state(steps: Sequence[reading.OpenedStep], config: FilledConfig) -> dic
         group, _, name = array.name.partition("/")
         stored[array.name] = zeros(array)
         if group == PARAMETERS:
-            sources = [s.arrays[f"{trained_group(s.config.train)}/{name}"] for s in steps]
-            stored[array.name] = _mean(sources, array)
+            stored[array.name] = _mean(
+                [each.arrays[f"{trained_group(each.config.train)}/{name}"] for each in steps], array
+            )
     return nested(stored)
 
 
@@ -224,8 +225,12 @@ def _mean(sources: Sequence[ts.TensorStore], array: StoredArray) -> HostArray:
         index = tuple(slice(span.start, span.stop) for span in window)
         target[...] = sum(np.float64(a[index].read().result()) for a in sources) / len(sources)
 
-    blocks = [
-        (index, DeferredPiece(read, [range(s.start, s.stop) for s in index], array.dtype))
-        for index in reading.pieces(sources[0])
-    ]
-    return HostArray(array.shape, array.dtype, reading.piece_shape(sources[0]), blocks)
+    return HostArray(
+        array.shape,
+        array.dtype,
+        reading.piece_shape(sources[0]),
+        [
+            (index, DeferredPiece(read, [range(s.start, s.stop) for s in index], array.dtype))
+            for index in reading.pieces(sources[0])
+        ],
+    )

@@ -252,7 +252,12 @@ def train_in_rungs(
     fewest = min(len(runs), *(run.steps for run in runs))
     powers = (flags.halving**rung for rung in range(MOST_RUNS.bit_length()))
     cuts = sorted({cut for cut in powers if cut <= fewest}, reverse=True)
-    places = environments(flags.parallel, flags.cpu_devices)
+    gpus = 0 if flags.cpu_devices else cluster_environment.visible_gpus(os.environ)
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    # of the runs that are trained at the same time, at most one for a GPU
+    places = launch.environments(
+        min(flags.parallel, gpus or flags.parallel), names[:gpus], "CUDA_VISIBLE_DEVICES"
+    )
     for cut in cuts:
         waiting = [run for run, last in reached(chosen, folder, cut) if last["status"] not in ENDED]
         streams.log(f"runs to 1/{cut} of their steps: {len(chosen)}, of which {len(waiting)} now")
@@ -267,16 +272,6 @@ def train_in_rungs(
             break
         best = len(runs) // (cuts[0] // cut * flags.halving)
         chosen = [run for run, last in ended if last["status"] == 0][:best]
-
-
-def environments(parallel: int, cpu_devices: int) -> list[dict[str, str]]:
-    """The environment of each run that is trained at the same time, at most one for a GPU, with its
-    share of the GPUs."""
-    gpus = 0 if cpu_devices else cluster_environment.visible_gpus(os.environ)
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    return launch.environments(
-        min(parallel, gpus or parallel), names[:gpus], "CUDA_VISIBLE_DEVICES"
-    )
 
 
 def train(

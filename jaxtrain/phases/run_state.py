@@ -103,8 +103,10 @@ class Fork:
         zeros = lambda a: a if is_on_disk(a) else host_memory.zeros(a)
         if inherits == "moments":
             # The learning rate begins anew; what moments know of their age stays with them.
-            rate = jax.tree.map(zeros, abstract.optimizer[-1])
-            arrays["optimizer"] = (*arrays["optimizer"][:-1], rate)
+            arrays["optimizer"] = (
+                *arrays["optimizer"][:-1],
+                jax.tree.map(zeros, abstract.optimizer[-1]),
+            )
         rest: Any = dataclasses.replace(abstract, **dict.fromkeys(arrays, None))  # type: ignore[arg-type]
         rest = jax.tree.map(zeros, rest, is_leaf=is_on_disk)
         return with_working(step.layout, dataclasses.replace(rest, **arrays))
