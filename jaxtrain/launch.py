@@ -296,16 +296,18 @@ def python(module: str) -> list[str]:
     return [sys.executable, *safe, "-m", module]
 
 
-def environments(processes: int, gpus: int) -> list[dict[str, str]]:
-    """The environment of each process: its share of the GPUs, if there is at least one for each,
-    and unbuffered output."""
+def environments(
+    processes: int, gpus: Sequence[object], variable: str = "JAX_LOCAL_DEVICE_IDS"
+) -> list[dict[str, str]]:
+    """The environment of each process: its share of the GPUs, if there is at least one for each, in
+    a variable, and unbuffered output. gpus: their numbers or names"""
     # huge pages, as in scripts/train.sh
     common = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ, "PYTHONUNBUFFERED": "1"}
-    if gpus < processes:
+    if len(gpus) < processes:
         return [dict(common) for _ in range(processes)]
-    share = gpus // processes
+    share = len(gpus) // processes
     return [
-        dict(common, JAX_LOCAL_DEVICE_IDS=",".join(map(str, range(first, first + share))))
+        common | {variable: ",".join(map(str, gpus[first : first + share]))}
         for first in range(0, share * processes, share)
     ]
 
@@ -348,7 +350,7 @@ def main(argv: Sequence[str]) -> int:
         lines = commands(
             namespace.module, argv[split + 1 :], namespace.processes, devices, free_port()
         )
-        job = Job(lines, environments(namespace.processes, gpus))
+        job = Job(lines, environments(namespace.processes, range(gpus)))
         try:
             status = watch(job, signals)
         finally:

@@ -186,6 +186,11 @@ def test_refused_before_anything_is_written(stable):
     diloco = {"train__diloco_inner_steps": 2, "mesh__replica": 2, "mesh__stage": 1}
     cases = [
         (of(stable, 5), "train.fork_from='stable@5' is no complete step: use ", "stable@3"),
+        (
+            runs.settings(train__fork_from="stable/checkpoints/9.broken-1"),
+            "'stable/checkpoints/9.broken-1' is no complete step: use ",
+            "fork_from=stable/checkpoints@",
+        ),
         (runs.settings(train__fork_from="stabel"), "train.fork_from='stabel'", "use stable"),
         (runs.settings(train__fork_from="s3:/x"), "train.fork_from='s3:/x' is not", ""),
         (of(stable, 6, model__layers=4), "model.layers=4 cannot", "of model.layers=3 (step 6 in"),
@@ -195,6 +200,7 @@ def test_refused_before_anything_is_written(stable):
         (of(stable, 6, train__steps=6), "train.steps=6 is not beyond step 6", "train.steps=12"),
         (of(stable, 6, **diloco), "train.diloco_inner_steps=2", "train.diloco_inner_steps=0"),
     ]
+    shutil.copytree(stable / "checkpoints" / "9", stable / "checkpoints" / "9.broken-1")
     for flags, says, also in cases:
         done = runs.train(stable.with_name("refused"), *flags, status=2)
         assert says in done.err and also in done.err and done.err.count("\n") == 1, done.err

@@ -20,7 +20,6 @@ WITHOUT_JAX = (
         "checkpoint.steps",
         "experiments.run_folder",
         "experiments.page",
-        "experiments.page_data",
         "devices.cluster_environment",
         "training.stored_op_times",
     ),

@@ -351,9 +351,12 @@ def test_wrong_flags_start_nothing(capsys):
 
 
 def test_gpus_are_shared_out():
-    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in launch.environments(2, 8)] == ["0,1,2,3", "4,5,6,7"]
-    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in launch.environments(2, 5)] == ["0,1", "2,3"]
-    assert all("JAX_LOCAL_DEVICE_IDS" not in e for e in launch.environments(2, 1))
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in launch.environments(2, range(8))] == [
+        "0,1,2,3",
+        "4,5,6,7",
+    ]
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in launch.environments(2, range(5))] == ["0,1", "2,3"]
+    assert all("JAX_LOCAL_DEVICE_IDS" not in e for e in launch.environments(2, range(1)))
 
 
 RESTARTED = """

@@ -49,7 +49,7 @@ GROUPED = {
     "planner/layer/settings.py": "planner/step/test_step_model.py",
     "planner/step/time_breakdown.py": "planner/step/test_step_time.py",
     "pipeline/prepared_run.py": "phases/test_prepare.py",
-    "pipeline/step_picture.py": "experiments/test_page_data.py",
+    "pipeline/step_picture.py": "experiments/test_page.py",
     "planner/for_training.py": "test_imports.py",
     "planner/step/outside_layers.py": "planner/step/test_step_time.py",
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",

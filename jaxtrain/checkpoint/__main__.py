@@ -164,7 +164,7 @@ def ls(of: Subject, flags: types.SimpleNamespace) -> None:
     if len(table) == 1:
         print(f"{of.directory} has no checkpoint")
     else:
-        _print_table(table)
+        streams.log(*streams.aligned(table, "<>>><"))
     for path in of.others():
         remark = "" if steps.BROKEN in path.name else "  not finished"
         print(f"{path.name}  {reading.in_units(stores.size_of(path))}{remark}")
@@ -277,12 +277,18 @@ def show(of: Subject, flags: types.SimpleNamespace) -> None:
     statistics = ("least", "greatest", "norm", "not finite") if flags.statistics else ()
     table: list[tuple[str, ...]] = [("array", "shape", "type", "size", *statistics)]
     for name, array in step.arrays.items():
-        size = reading.in_units(reading.nbytes(array))
-        cells = (name, str(list(array.shape)), array.dtype.name, size)
+        cells = (
+            name,
+            str(list(array.shape)),
+            array.dtype.name,
+            reading.in_units(reading.nbytes(array)),
+        )
         table.append((*cells, *_statistics(array)) if flags.statistics else cells)
-    _print_table(table)
-    total = sum(map(reading.nbytes, step.arrays.values()))
-    print(f"{len(step.arrays)} arrays, {reading.in_units(total)}")
+    streams.log(*streams.aligned(table, "<>"))
+    print(
+        f"{len(step.arrays)} arrays, "
+        f"{reading.in_units(sum(map(reading.nbytes, step.arrays.values())))}"
+    )
 
 
 def _statistics(array: ts.TensorStore) -> tuple[str, str, str, str]:
@@ -324,7 +330,7 @@ def diff(one: Subject, other: Subject, flags: types.SimpleNamespace) -> None:
         for name, d in shown:
             share = d.count / max(math.prod(a.arrays[name].shape), 1)
             table.append((name, f"{d.absolute:.4g}", f"{d.relative:.4g}", f"{share:.1%}"))
-        _print_table(table)
+        streams.log(*streams.aligned(table, "<>"))
     rest = f", of which {len(shown)} are listed (--all lists all)"
     print(
         f"{len(differences)} arrays differ{rest if len(shown) < len(differences) else ''}; "
@@ -436,12 +442,16 @@ def mean(*subjects_and_flags: Any) -> None:
         present = {folder.name: folder for folder in of.folders()}
         wanted = [*present] if of.step or not flags.steps else flags.steps.split(",")
         if missing := [step for step in wanted if step not in present]:
-            use = ",".join([*present][-3:])
-            raise cli.FlagsError(f"{of.directory} has no step {missing[0]!r}: use --steps={use}")
+            raise cli.FlagsError(
+                f"{of.directory} has no step {missing[0]!r}: use "
+                f"--steps={','.join([*present][-3:])}"
+            )
         folders += [present[step] for step in wanted]
     if len(folders) < 2:
-        use = "use jaxtrain checkpoint mean DIR --steps=A,B"
-        raise cli.FlagsError(f"mean is about several steps, not {len(folders)}: {use}")
+        raise cli.FlagsError(
+            f"mean is about several steps, not {len(folders)}: use jaxtrain checkpoint mean DIR "
+            "--steps=A,B"
+        )
     if os.path.lexists(flags.out) or stores.scheme_of(flags.out):
         raise cli.FlagsError(f"--out={flags.out} is no new folder: use another name")
     opened = [reading.open_step(folder) for folder in folders]
@@ -471,18 +481,6 @@ def mean(*subjects_and_flags: Any) -> None:
     except own_code.OwnCodeError as error:  # of its optimizer, or of a layer
         raise cli.FlagsError(f"{folders[0]}: code of one's own {error}") from None
     print(f"{flags.out}: step 0 with the mean of {', '.join(map(str, folders))}")
-
-
-# --- output ---------------------------------------------------------------------------------------
-
-
-def _print_table(table: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need to be; the first and the last to the left."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        cells[0], cells[-1] = line[0].ljust(widths[0]), line[-1]
-        print("  ".join(cells).rstrip())
 
 
 # A command takes its places and its flags, and returns an exit status if it is not FINISHED.

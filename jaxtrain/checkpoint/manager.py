@@ -119,8 +119,9 @@ class RunCheckpoints:
         """
         # A checkpoint with bad numbers would be the newest one, which a restart takes. The loss of
         # a step says nothing of the parameters after its update, so these are looked at themselves.
-        finite = self._finite((state.read, state.anchor))
-        if not self._detector.check_parameters(at, position, finite):
+        if not self._detector.check_parameters(
+            at, position, self._finite((state.read, state.anchor))
+        ):
             return False
         meta = Meta(
             config=to_dict(self._config),
@@ -175,8 +176,7 @@ class RunCheckpoints:
         # later steps at its next start, with the detector's state in them, and decides as here.
         self.persistent.set_aside_after(at, f"the run went back to step {at}")
         position = meta.position if fault.batch is None else fault.batch + 1
-        detector = DetectorState.from_json(meta.memory)
-        rollback = Rollback(fault.at, at, position, fault.why, detector)
+        rollback = Rollback(fault.at, at, position, fault.why, DetectorState.from_json(meta.memory))
         if self._local:
             self._local.give_up(at)
         return rollback, state

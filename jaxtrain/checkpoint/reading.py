@@ -16,7 +16,7 @@ from etils import epath
 
 from jaxtrain.checkpoint import manifest, retention, steps
 from jaxtrain.checkpoint.stores import kvstore, no_damage
-from jaxtrain.config import ConfigError, StoredConfig
+from jaxtrain.config import StoredConfig
 
 READ_BYTES = 2**27  # the most bytes of pieces that are being read at a time
 
@@ -66,8 +66,6 @@ def open_step(folder: epath.Path) -> OpenedStep:
     try:
         arrays = open_arrays(folder, manifest.read_database(folder / manifest.STATE))
         return OpenedStep(folder, meta, meta.stored_config(), arrays)
-    except ConfigError as error:
-        raise steps.CheckpointError(f"{folder}: its config cannot be read: {error}") from None
     except manifest.DatabaseError as error:
         raise steps.CheckpointError(f"{folder}: its state {error}") from None
 

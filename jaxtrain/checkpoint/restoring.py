@@ -117,13 +117,12 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored: Any)
         raise CheckpointError(f"{steps_folder} has no checkpoint of step {step}")
     # An array on disk is a leaf: its file is filled where it is, and the same object comes back.
     arrays = stored_arrays(abstract, stored)
-    averages = any(array.name.startswith(f"{AVERAGE}/") for array in arrays)
-    if (
-        averages
-        and not Meta.from_json(read_meta(steps_folder, step)).stored_config().optimizer.ema_decay
-    ):
-        begins = lambda name: re.sub(f"^{AVERAGE}/", f"{PARAMETERS}/", name)
-        arrays = [dataclasses.replace(array, name=begins(array.name)) for array in arrays]
+    config = Meta.from_json(read_meta(steps_folder, step)).stored_config()
+    if not config.optimizer.ema_decay:
+        arrays = [
+            dataclasses.replace(array, name=re.sub(f"^{AVERAGE}/", f"{PARAMETERS}/", array.name))
+            for array in arrays
+        ]
     return jax.tree.unflatten(
         jax.tree.structure(abstract, is_leaf=is_on_disk), read_tree(folder, arrays)
     )

@@ -157,11 +157,13 @@ class CheckpointFolder:
         )
         # A model's settings come from train.init_from, so that is the setting to change.
         if violation := next(of_model, None):
-            rule = (
+            raise ConfigError(
+                "train.init_from",
+                origin,
                 f"is another model than that of {self.directory}: {violation.field}="
-                f"{get(config, violation.field)!r} {violation.rule}"
+                f"{get(config, violation.field)!r} {violation.rule}",
+                "another --workdir",
             )
-            raise ConfigError("train.init_from", origin, rule, "another --workdir")
         check_resume(stored, self.run.requested, self.run.environment, meta.position)
 
     def _stored_config(self, meta: Meta) -> StoredConfig:
@@ -169,8 +171,7 @@ class CheckpointFolder:
         with all of its data for a published model's checkpoint, which has seen none."""
         stored, name = meta.stored_config(), self.run.config.data.tokenizer
         if not meta.step and not meta.checksum:
-            data_settings = [path for path in fields() if path.startswith("data.")]
-            data = {path: get(self.run.config, path) for path in data_settings}
+            data = {p: get(self.run.config, p) for p in fields() if p.startswith("data.")}
             return replace(stored, data).to_store()
         file, digest = pathlib.Path(os.path.expanduser(name)), meta.tokenizer.get("sha256")
         if digest and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
@@ -216,15 +217,16 @@ class ChosenStep:
             checksums = f"(checksum {corpus.checksum[:12]}, in the checkpoint {before[:12]})"
             stored = stored_sources[source.name].data.source
             if stored != corpus.source:
-                rule = (
-                    f"is not the corpus of the checkpoint's {source.setting}={stored!r} {checksums}"
-                )
                 use = "the same files"
                 with contextlib.suppress(ConfigError):  # those of the checkpoint may be gone
                     sources.check(stored)
                     use = suggestion({source.setting: stored})
                 raise ConfigError(
-                    source.setting, corpus.source, rule, f"{use} (or another --workdir)"
+                    source.setting,
+                    corpus.source,
+                    f"is not the corpus of the checkpoint's {source.setting}={stored!r} "
+                    f"{checksums}",
+                    f"{use} (or another --workdir)",
                 )
             raise DataError(
                 f"{source.setting}={corpus.source} has changed since the checkpoint {checksums}: "
@@ -234,13 +236,12 @@ class ChosenStep:
         corpora = Corpora(stored_mixture, batches.corpora.corpora[: len(stored_mixture)])
         as_stored = TrainingBatches(corpora, spans(config))
         if as_stored.history(meta.position) != batches.history(meta.position):
-            rule = (
-                f"cannot continue a checkpoint of {meta.position} batches, which had sequences of "
-                "other sources (weight, epochs, exhausted)"
-            )
-            fixes = [{"data.sources": config.data.sources}]
             raise ConfigError(
-                "data.sources", self.folder.run.config.data.sources, rule, fixes=fixes
+                "data.sources",
+                self.folder.run.config.data.sources,
+                f"cannot continue a checkpoint of {meta.position} batches, which had sequences of "
+                "other sources (weight, epochs, exhausted)",
+                fixes=[{"data.sources": config.data.sources}],
             )
         if meta.version < IN_WINDOWS and batches.windows > 1:
             cluster.log(
@@ -252,16 +253,11 @@ class ChosenStep:
         """Lists the settings that differ from those of the checkpoint."""
         if not self.choice.step:
             return
-        stored, config = self.choice.meta.stored_config(), self.folder.run.config
-        if changed := changes(stored, config):
+        if changed := changes(self.choice.meta.stored_config(), self.folder.run.config):
             cluster.log(
                 f"changed since the checkpoint of step {self.choice.step}:",
                 *(f"  {change}" for change in changed),
             )
-        averaged, averages = (bool(c.optimizer.ema_decay) for c in (stored, config))
-        if averages != averaged:
-            begins = f"begins with the parameters of step {self.choice.step}"
-            cluster.log(f"the average of the parameters {begins if averages else 'is dropped'}")
 
     def candidates(
         self, step: Step, batches: TrainingBatches, new_state: Callable[[], TrainState]
@@ -283,8 +279,11 @@ class ChosenStep:
             shards = Shards(stored_arrays(*stored_state(step)))
             files = LocalFiles(pathlib.Path(run.config.checkpoint.local) / name, shards)
             why_not = functools.partial(self._why_not_local, batches.corpora)
-            steps = files.candidates(self.start.step, run.config.train.steps, why_not)
-            local = LocalCandidates(files, start_id, steps)
+            local = LocalCandidates(
+                files,
+                start_id,
+                files.candidates(self.start.step, run.config.train.steps, why_not),
+            )
         return Candidates(self, step, batches, new_state, local)
 
     def restore(self, step: Step, batches: TrainingBatches) -> tuple[TrainState, StartPoint]:
@@ -367,9 +366,12 @@ class Candidates:
         if self.local and local:
             abstract = self.step.abstract_state().stored
             stored = jax.tree.unflatten(jax.tree.structure(abstract), local.leaves)
-            unrecognized = self.chosen.choice.unrecognized
-            source = f"step {local.step}, {local.source}"
-            start = StartPoint(local.step, local.meta, source, unrecognized)
+            start = StartPoint(
+                local.step,
+                local.meta,
+                f"step {local.step}, {local.source}",
+                self.chosen.choice.unrecognized,
+            )
             return with_working(self.step.layout, stored), start
         if self.chosen.start.resumes:
             return self.chosen.restore(self.step, self.batches)

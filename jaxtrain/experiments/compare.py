@@ -3,7 +3,6 @@ reached, and their losses in one picture. `table` and `draw` are also for other 
 imported only where FLOPs are counted."""
 
 import math
-import os
 import pathlib
 import sys
 import types
@@ -14,7 +13,7 @@ import numpy as np
 from jaxtrain import cli
 from jaxtrain.config import ConfigError, UsageError, fields, get, value_text
 from jaxtrain.config.flags import Flag
-from jaxtrain.config.own_code import OwnCodeError, distrust
+from jaxtrain.config.own_code import OwnCodeError
 from jaxtrain.experiments.run_folder import RunFolder, read_run
 from jaxtrain.run import files, streams
 from jaxtrain.run.metrics import METRICS, VALIDATION_LOSS, short
@@ -26,9 +25,17 @@ training and validation losses by step, token, hour and FLOP into one picture. R
 usage: jaxtrain compare RUN … [--out=FILE]
 """
 PICTURES = (".png", ".svg", ".pdf")
-FLAGS = (Flag("out", "compare.png", f"the picture's file ({', '.join(PICTURES)})"),)
+PICTURE = "compare.png"
+FLAGS = (Flag("out", PICTURE, f"the picture's file ({', '.join(PICTURES)})"),)
 WIDEST = 40  # characters of a cell
 NONE = "–"  # of a figure that a run does not have
+# abscissa of a panel → its metric, and what makes its unit of that's; 0: the run's FLOPs per token
+OVER = {
+    "step": ("step", 1.0),
+    "tokens": ("tokens", 1.0),
+    "hours": ("wall_s", 1 / 3600),
+    "FLOPs of the model": ("tokens", 0.0),
+}
 SMOOTHED = 50  # points of a training loss that are drawn: means of as many records as that takes
 
 
@@ -44,37 +51,30 @@ def check(flags: types.SimpleNamespace) -> tuple[list[RunFolder], pathlib.Path]:
     """The runs, and the picture's path. Raises UsageError."""
     if not flags.words:
         raise UsageError("no run is named", advice="jaxtrain compare RUN …")
-    runs, out = list(map(read_run, flags.words)), pathlib.Path(os.path.expanduser(flags.out))
-    unwritable = files.try_folder(out.parent) or files.try_file(out)
-    if unwritable or out.suffix not in PICTURES:
-        why = unwritable.why if unwritable else f"does not end in {', '.join(PICTURES)}"
-        raise UsageError(f"--out={flags.out!r} {why}", {"out": "compare.png"})
-    for run in runs:
-        distrust(str(run.folder))  # a stranger's, of which no file is run
-    return runs, out
+    out = pathlib.Path(flags.out)
+    if out.suffix not in PICTURES:
+        rule = f"--out={flags.out!r} does not end in {', '.join(PICTURES)}"
+        raise UsageError(rule, {"out": PICTURE})
+    cli.check_output("out", flags.out, PICTURE)
+    return list(map(read_run, flags.words)), out
 
 
 def label(run: RunFolder) -> str:
     """The end of the path of a run's folder, by which tables and pictures name it."""
-    return "/".join(run.folder.parts[-2:])
+    return "/".join(run.folder.resolve().parts[-2:])
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
-def differences(runs: Sequence[RunFolder]) -> dict[str, list[str]]:
-    """Setting → its value in each run, as a text, for the settings in which runs differ."""
-    texts = {path: [value_text(get(run.config, path)) for run in runs] for path in fields()}
-    return {path: values for path, values in texts.items() if len({*values}) > 1}
-
-
 def figures(run: RunFolder) -> dict[str, str]:
     """Name → text, for what a run has reached: steps, tokens, time, its last and best losses."""
-    last = {metric: run.curve(metric)[-1:] for metric in ("step", "tokens", "wall_s")}
+    metrics = ("step", "tokens", "wall_s")
+    last = {metric: curve[-1][1] for metric in metrics if (curve := run.curve(metric))}
     texts = {
-        "steps": f"{last['step'][0][1] if last['step'] else 0} of {run.config.train.steps}",
-        "tokens": short(last["tokens"][0][1]) if last["tokens"] else NONE,
-        "hours": f"{last['wall_s'][0][1] / 3600:.3g}" if last["wall_s"] else NONE,
+        "steps": f"{last.get('step', 0)} of {run.config.train.steps}",
+        "tokens": short(last["tokens"]) if "tokens" in last else NONE,
+        "hours": f"{last['wall_s'] / 3600:.3g}" if "wall_s" in last else NONE,
     }
     for metric in ("loss", VALIDATION_LOSS):
         losses, title = run.curve(metric), METRICS[metric].title
@@ -87,15 +87,15 @@ def figures(run: RunFolder) -> dict[str, str]:
 def table(runs: Sequence[RunFolder]) -> list[str]:
     """Lines of text: the settings that differ between the runs, and what each has reached. The runs
     are the columns, or the lines where that is the narrower table."""
+    texts = {path: [value_text(get(run.config, path)) for run in runs] for path in fields()}
+    rows = {path: values for path, values in texts.items() if len({*values}) > 1}
     reached = [figures(run) for run in runs]
-    rows = differences(runs) | {name: [each[name] for each in reached] for name in reached[0]}
+    rows |= {name: [each[name] for each in reached] for name in reached[0]}
     grid = [("", *map(label, runs)), *((name, *values) for name, values in rows.items())]
     if len(runs) > len(rows):
         grid = [*zip(*grid, strict=True)]
     cut = lambda text: text if len(text) <= WIDEST else f"{text[: WIDEST - 1]}…"
-    cells = [[*map(cut, line)] for line in grid]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    return streams.aligned([[*map(cut, line)] for line in grid])
 
 
 # --- the picture ----------------------------------------------------------------------------------
@@ -111,23 +111,15 @@ def draw(runs: Sequence[RunFolder], path: pathlib.Path) -> pathlib.Path | None:
 
     colours = colormaps["tab10" if len(runs) <= 10 else "turbo"].resampled(max(10, len(runs)))
     figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
-    by_step, by_token, by_hour, by_flop = figure.subplots(2, 2, sharey=True).flat
-    for k, run in enumerate(runs):
-        for axes, over, unit in (
-            (by_step, "step", 1.0),
-            (by_token, "tokens", 1.0),
-            (by_hour, "wall_s", 1 / 3600),
-            (by_flop, "tokens", _flops_per_token(run)),
-        ):
-            axes.plot(*_points(run, "loss", over, unit), color=colours(k), label=label(run))
-            of_validation = _points(run, VALIDATION_LOSS, over, unit)
-            axes.plot(*of_validation, "o--", markersize=3, color=colours(k))
-    names = {by_step: "step", by_token: "tokens", by_hour: "hours", by_flop: "FLOPs of the model"}
-    for axes, name in names.items():
+    for axes, (name, (over, unit)) in zip(figure.subplots(2, 2, sharey=True).flat, OVER.items()):
         axes.set(xlabel=name, ylabel=f"loss ({METRICS['loss'].unit})")
         axes.grid(alpha=0.3)
-    figure.legend(*by_step.get_legend_handles_labels(), loc="outside right upper")
-    path.parent.mkdir(parents=True, exist_ok=True)
+        for k, run in enumerate(runs):
+            scale = unit or _flops_per_token(run)
+            axes.plot(*_points(run, "loss", over, scale), color=colours(k), label=label(run))
+            of_validation = _points(run, VALIDATION_LOSS, over, scale)
+            axes.plot(*of_validation, "o--", markersize=3, color=colours(k))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(files.fresh(path))
     return path
 

@@ -40,49 +40,48 @@ class Followers:
     """
 
     def __init__(self, folder: pathlib.Path, names: Sequence[str], log: Callable[[str], object]):
-        self._folder, self._log = folder, log
-        self._running: dict[str, tuple[subprocess.Popen, threading.Thread]] = {}
-        for name in names:
-            self._start(name)
-
-    def _start(self, name: str) -> None:
-        output = self._folder / FOLDER / f"{name.replace('/', '_')}.log"
-        words = ["jaxtrain.experiments.track", str(self._folder), f"--to={name}", "--follow"]
+        self._running: list[tuple[subprocess.Popen, threading.Thread]] = []
         # as this process finds its modules, whatever is in the present folder
         path = os.pathsep.join(map(os.path.abspath, sys.path))
-        with warned(output, self._log):
-            output.parent.mkdir(exist_ok=True)
-            with open(fresh(output), "wb") as file:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", *words],
-                    stdin=subprocess.PIPE,
-                    stdout=file,
-                    stderr=file,
-                    env=os.environ | {"PYTHONPATH": path},
-                    start_new_session=True,
+        for name in names:
+            output = folder / FOLDER / f"{name.replace('/', '_')}.log"
+            with warned(output, log):
+                output.parent.mkdir(exist_ok=True)
+                with open(fresh(output), "wb") as file:
+                    process = subprocess.Popen(
+                        [
+                            *(sys.executable, "-P", "-m", "jaxtrain.experiments.track"),
+                            *(str(folder), f"--to={name}", "--follow"),
+                        ],
+                        stdin=subprocess.PIPE,
+                        stdout=file,
+                        stderr=file,
+                        env=os.environ | {"PYTHONPATH": path},
+                        start_new_session=True,
+                    )
+                thread = threading.Thread(
+                    target=_attend, args=(process, name, output, log), daemon=True
                 )
-            attend = (name, process, output)
-            thread = threading.Thread(target=self._attend, args=attend, daemon=True)
-            thread.start()
-            self._running[name] = process, thread
-
-    def _attend(self, name: str, process: subprocess.Popen, output: pathlib.Path) -> None:
-        if status := process.wait():
-            said = output.read_text(errors="replace").strip().rpartition("\n")[2]
-            why = said.removeprefix("error: ") if status > 0 else f"by signal {-status}"
-            rest = f"jaxtrain track {self._folder} --to={name} sends it the rest"
-            self._log(f"warning: the tracker {name} has ended ({why}): {rest}")
+                thread.start()
+                self._running.append((process, thread))
 
     def close(self) -> None:
-        """Lets the trackers take the rest, in LAST_S seconds and a few. One that has ended begins
-        again."""
-        for name, (process, _) in list(self._running.items()):
-            if process.poll():
-                self._start(name)
-        for process, _ in self._running.values():
+        """Lets the trackers take the rest, in LAST_S seconds."""
+        for process, _ in self._running:
             process.stdin.close()  # type: ignore[union-attr]
-        end = time.monotonic() + LAST_S + 2
-        for process, thread in self._running.values():
+        end = time.monotonic() + LAST_S
+        for process, thread in self._running:
             thread.join(max(0.0, end - time.monotonic()))
             process.kill()
             thread.join()
+
+
+def _attend(
+    process: subprocess.Popen, name: str, output: pathlib.Path, log: Callable[[str], object]
+) -> None:
+    """Waits for the end of a tracker's process, and says why it has ended."""
+    if status := process.wait():
+        said = output.read_text(errors="replace").strip().rpartition("\n")[2]
+        why = said.removeprefix("error: ") if status > 0 else f"by signal {-status}"
+        rest = f"jaxtrain track {output.parents[1]} --to={name} sends it the rest"
+        log(f"warning: the tracker {name} has ended ({why}): {rest}")

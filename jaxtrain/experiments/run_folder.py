@@ -4,7 +4,7 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
-from jaxtrain.config import Config, UsageError
+from jaxtrain.config import Config, UsageError, own_code
 from jaxtrain.config.recipes import RecipeError, load_recipe
 from jaxtrain.run.files import CONFIG_FILE
 from jaxtrain.run.metrics import read_metrics
@@ -34,11 +34,13 @@ class RunFolder(NamedTuple):
 
 
 def read_run(folder: str | os.PathLike) -> RunFolder:
-    """The run in a folder. Raises UsageError for a folder without a readable config.json."""
+    """The run in a folder, of which no file is run as code from now on. Raises UsageError for a
+    folder without a config.json, or whose files cannot be read."""
     path = pathlib.Path(folder)
+    own_code.distrust(str(path))  # it may be a stranger's
     try:
-        config = load_recipe(path / CONFIG_FILE)
-    except RecipeError as error:
-        rule = f"{str(path)!r} is not the folder of a run: {error.rule}"
+        return RunFolder(path, load_recipe(path / CONFIG_FILE), read_metrics(path))
+    except (RecipeError, OSError) as error:
+        why = error.rule if isinstance(error, RecipeError) else error
+        rule = f"{str(path)!r} is not the folder of a run: {why}"
         raise UsageError(rule, advice="the --workdir of jaxtrain train") from error
-    return RunFolder(path, config, read_metrics(path))

@@ -18,16 +18,13 @@ them go on to N times as many: successive halving (Jamieson & Talwalkar 2016, ar
 the bracket of Hyperband that stops earliest (Li et al. 2018, arXiv:1603.06560). No jax.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import hashlib
 import itertools
-import json
 import math
 import os
 import pathlib
-import queue
 import random
 import re
 import shlex
@@ -44,7 +41,7 @@ from jaxtrain.devices import cluster_environment
 from jaxtrain.experiments.run_folder import read_run
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.files import LineFile, fresh, read_json_lines, replace_text, warned
+from jaxtrain.run.files import LineFile, append_record, fresh, read_json_lines, replace_text, warned
 from jaxtrain.run.metrics import METRICS, VALIDATION_LOSS, read_metrics
 from jaxtrain.run.run_lock import RunLock
 
@@ -85,7 +82,21 @@ MOST_NAMED = 10  # lines of the picture with a legend
 LONGEST_NAME = 120  # characters of a folder's name
 # statuses after which a run is not trained again: bad numbers would be the same ones
 ENDED = (ExitStatus.FINISHED, ExitStatus.BAD_NUMBERS)
-UNKNOWN: dict[str, Any] = {"status": -1, "cut": 0}  # the record of a run that has none
+# exit status of a process → how it has ended, in words
+ENDS: dict[int, str] = {0: "finished"} | {
+    status: f"{status} {each.name}"
+    for kind, base in ((signal.Signals, 128), (ExitStatus, 0))
+    for each in kind
+    if (status := base + each)
+}
+# record of a run that has none, by whose types one in sweep.jsonl is told from other lines
+NOT_ENDED: dict[str, Any] = {
+    "status": -1,
+    "ended": "not ended",
+    "error": "",
+    "digest": "",
+    "cut": 0,
+}
 
 
 class SweepRun(NamedTuple):
@@ -99,15 +110,20 @@ class SweepRun(NamedTuple):
     digest: str
 
     def record(self, cut: int, status: int, error: str = "") -> dict[str, Any]:
-        """What sweep.jsonl has of a process that was to train this run to 1/cut of its steps."""
-        ended = {"cut": cut, "status": status, "error": error, "digest": self.digest}
+        """What sweep.jsonl gets of a process that was to train this run to 1/cut of its steps."""
         losses = {
             metric: values[metric]
             for values in read_metrics(self.folder)
             for metric in REACHED
-            if values.get(metric) is not None
+            if isinstance(values.get(metric), (int, float))
         }
-        return {"run": self.folder.name, "settings": self.settings, **losses, **ended}
+        record = {
+            **{"run": self.folder.name, "settings": self.settings, "digest": self.digest},
+            **{"cut": cut, "status": status, "ended": ENDS.get(status, str(status))},
+            **{"error": error, **losses},
+        }
+        append_record(self.folder.parent / RECORDS, record, streams.log)
+        return record
 
 
 @cli.command
@@ -115,8 +131,6 @@ def main(argv: Sequence[str]) -> int | None:
     """The exit status: 0, or that of the first run that failed for good, else of one that may go
     on."""
     flags, runs = cli.checked(read_flags(argv, DESCRIPTION, FLAGS, with_config=True), plan_sweep)
-    folder = pathlib.Path(flags.workdir)
-    records = LineFile(folder / RECORDS, streams.log)
     if flags.list:
         print("\n".join(f"jaxtrain train {shlex.join(run.words)}" for run in runs), flush=True)
         return ExitStatus.FINISHED
@@ -125,19 +139,22 @@ def main(argv: Sequence[str]) -> int | None:
         from jaxtrain.devices import cluster  # with jax, which has started by now
 
         if status == ExitStatus.FINISHED and cluster.is_main():
-            records.write(json.dumps(runs[flags.index].record(1, status)))
+            runs[flags.index].record(1, status)
         return status
+    folder = pathlib.Path(flags.workdir)
     lock = RunLock(folder)
     lock.take(streams.log)
     streams.outlive()
     try:
         signals = launch.received_signals()
-        train_in_rungs(runs, flags, records, signals)
-        failed = report(reached(runs, folder), folder)
+        train_in_rungs(runs, flags, signals)
+        pairs = reached(runs, folder)
+        report(pairs, folder)
     finally:
         lock.release()
     if signals:
         return ExitStatus.INTERRUPTED if signals[0] == signal.SIGINT else ExitStatus.STOPPED
+    failed = [record["status"] for _, record in pairs if record["status"] > 0]
     return next((status for status in failed if not launch.goes_on(status)), max([0, *failed]))
 
 
@@ -147,7 +164,7 @@ def main(argv: Sequence[str]) -> int | None:
 def plan_sweep(reading: Reading) -> tuple[types.SimpleNamespace, list[SweepRun]]:
     """The flags, and the runs, checked as `jaxtrain train` checks them. Raises UsageError, or
     FlagsError for a run that cannot work."""
-    flags, runs = reading.namespace, {}
+    flags, runs = reading.namespace, []
     flags.workdir = flags.workdir or f"{cli.default_workdir(flags.config)}_sweep"
     of_all = [
         f"--config={flags.config}",
@@ -156,29 +173,27 @@ def plan_sweep(reading: Reading) -> tuple[types.SimpleNamespace, list[SweepRun]]
     ]
     for settings in settings_of_runs(flags.grid, flags.random, flags.seed):
         folder = pathlib.Path(flags.workdir, name_of(settings))
-        words = [*of_all, *(f"--config.{path}={text}" for path, text in settings.items())]
+        own = (f"--config.{path}={text}" for path, text in settings.items())
+        words = [*of_all, *own, f"--workdir={folder}"]
         # the machine that lists runs need not have their devices
-        config, _ = cli.parse(
-            [*words, f"--workdir={folder}"], "", train_command.FLAGS, uses_devices=not flags.list
-        )
+        config, _ = cli.parse(words, "", train_command.FLAGS, uses_devices=not flags.list)
         if place := config.checkpoint.directory.rstrip("/"):
             words.append(f"--config.checkpoint.directory={place}/{folder.name}")
         digest = hashlib.sha256(repr(config).encode()).hexdigest()
-        words.append(f"--workdir={folder}")
-        runs[folder] = SweepRun(folder, settings, words, config.train.steps, digest)
+        runs.append(SweepRun(folder, settings, words, config.train.steps, digest))
     if flags.index >= len(runs):
         rule = f"--index={flags.index} is not below the number of runs, {len(runs)}"
         raise UsageError(rule, {"index": len(runs) - 1})
-    return flags, [*runs.values()]
+    return flags, runs
 
 
 def settings_of_runs(texts: Sequence[str], number: int, seed: int) -> list[dict[str, str]]:
     """The settings of each run, path → text: all combinations of a grid, or so many that are drawn.
     Raises UsageError. texts: of --grid"""
-    grid = {}
-    for text in texts:
-        path, _, values = text.partition("=")
-        grid[path] = [each.strip() for each in values.split(";" if ";" in values else ",")]
+    grid = {
+        path: [each.strip() for each in values.split(";" if ";" in values else ",")]
+        for path, _, values in (text.partition("=") for text in texts)
+    }
     if not grid:
         raise UsageError("a sweep has no --grid", advice="--grid optimizer.learning_rate=1e-3,2e-3")
     size = number or math.prod(map(len, grid.values()))
@@ -219,66 +234,58 @@ def name_of(settings: Mapping[str, str]) -> str:
 
 
 def train_in_rungs(
-    runs: Sequence[SweepRun],
-    flags: types.SimpleNamespace,
-    records: LineFile,
-    signals: list[int],
+    runs: Sequence[SweepRun], flags: types.SimpleNamespace, signals: list[int]
 ) -> None:
     """Trains the runs to their end, or with --halving fewer and fewer of them to more and more of
     their steps: a rung is a training of all that are left. A run that failed and may go on ends the
     sweep after its rung, for it may be one of the best."""
-    chosen, cuts, folder = [*runs], [1], pathlib.Path(flags.workdir)
+    chosen, folder = [*runs], pathlib.Path(flags.workdir)
     fewest = min(len(runs), *(run.steps for run in runs))
-    while 1 < flags.halving <= fewest // cuts[0]:
-        cuts.insert(0, cuts[0] * flags.halving)
-    free = environments(flags.parallel, flags.cpu_devices)
+    powers = {flags.halving**rung for rung in range(MOST_RUNS.bit_length())}
+    cuts = [cut for cut in sorted(powers, reverse=True) if cut <= fewest]
+    places = environments(flags.parallel, flags.cpu_devices)
     for cut in cuts:
         waiting = [run for run, last in reached(chosen, folder, cut) if last["status"] not in ENDED]
         streams.log(f"runs to 1/{cut} of their steps: {len(chosen)}, of which {len(waiting)} now")
-        with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
-            futures = [pool.submit(train, run, cut, free, signals) for run in waiting]
+        with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+            futures = [pool.submit(train, run, cut, places, signals) for run in waiting]
             for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 if record := future.result():
-                    records.write(json.dumps(record))
-                    said = record["error"] or f"loss {score(record):.6g}"
-                    streams.log(f"{number}/{len(waiting)} {record['run']}: {named(record)}, {said}")
+                    how = f"{record['ended']}, {record['error'] or f'loss {score(record):.6g}'}"
+                    streams.log(f"{number}/{len(waiting)} {record['run']}: {how}")
         ended = reached(chosen, folder, cut)
         if any(last["status"] < 0 or launch.goes_on(last["status"]) for _, last in ended):
             break
-        finished = [run for run, last in ended if last["status"] == 0]
-        chosen = finished[: len(runs) // (cuts[0] // cut * flags.halving)]
+        best = len(runs) // (cuts[0] // cut * flags.halving)
+        chosen = [run for run, last in ended if last["status"] == 0][:best]
 
 
-def environments(parallel: int, cpu_devices: int) -> queue.Queue[dict[str, str]]:
+def environments(parallel: int, cpu_devices: int) -> list[dict[str, str]]:
     """The environment of each run that is trained at the same time, at most one for a GPU, with its
     share of the GPUs."""
     gpus = 0 if cpu_devices else cluster_environment.visible_gpus(os.environ)
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    places = min(parallel, gpus or parallel)
-    free: queue.Queue[dict[str, str]] = queue.Queue()
-    for place, environment in enumerate(launch.environments(places, gpus=0)):
-        share = names[place * (gpus // places) :][: gpus // places]
-        free.put(environment | ({"CUDA_VISIBLE_DEVICES": ",".join(share)} if gpus else {}))
-    return free
+    processes = min(parallel, gpus or parallel)
+    return launch.environments(processes, names[:gpus], "CUDA_VISIBLE_DEVICES")
 
 
 def train(
-    run: SweepRun, cut: int, free: queue.Queue[dict[str, str]], signals: list[int]
+    run: SweepRun, cut: int, places: list[dict[str, str]], signals: list[int]
 ) -> dict[str, Any] | None:
-    """The record of how a process has ended that trains a run to 1/cut of its steps, in one of the
-    free environments; None if a signal came before it began."""
+    """The record of how a process has ended that trains a run to 1/cut of its steps; None if a
+    signal came before it began. places: the environments that no other thread uses"""
     if signals:
         return None
-    environment, log = free.get(), LineFile(run.folder / OUTPUT, streams.log)
+    environment = places.pop()  # there are as many as threads
     words = [*launch.python("jaxtrain.train"), *run.words]
     words += [f"--config.train.stop_at={run.steps // cut}"] * (cut > 1)
-    write = lambda line, stream: log.write(line.removeprefix("[0] "))
     with warned(run.folder, streams.log):
         run.folder.mkdir(exist_ok=True)
-    job = launch.Job([words], [environment], write)
+    log = LineFile(run.folder / OUTPUT, streams.log)
+    job = launch.Job([words], [environment], lambda line, _: log.write(line.removeprefix("[0] ")))
     with contextlib.closing(log), contextlib.closing(job):
         status = launch.watch(job, signals)
-    free.put(environment)
+    places.append(environment)
     error = ([*job.last_lines(0), *job.errors] or [""])[-1]
     return run.record(cut, status, error if status else "")
 
@@ -291,9 +298,16 @@ def reached(
 ) -> list[tuple[SweepRun, dict[str, Any]]]:
     """The runs with their last records, the best first, failed ones last. cut: of the processes
     that were to train them to 1/cut of their steps; 0: of any"""
-    lines = [line for line in read_json_lines(folder / RECORDS) if cut in (0, line["cut"])]
-    records = {line["digest"]: line for line in lines}
-    pairs = [(run, records.get(run.digest, UNKNOWN)) for run in runs]
+    lines = (
+        line
+        for line in read_json_lines(folder / RECORDS)
+        if isinstance(line, dict)
+        and all(type(line.get(name)) is type(value) for name, value in NOT_ENDED.items())
+        and all(isinstance(line.get(metric, 0.0), (int, float)) for metric in REACHED)
+    )
+    records = {line["digest"]: line for line in lines if cut in (0, line["cut"])}
+    # a run whose folder was removed has no record
+    pairs = [(r, records.get(r.digest if r.folder.exists() else "", NOT_ENDED)) for r in runs]
     return sorted(pairs, key=lambda pair: (pair[1]["status"] != 0, pair[1]["cut"], score(pair[1])))
 
 
@@ -302,31 +316,19 @@ def score(record: Mapping[str, Any]) -> float:
     return record.get(VALIDATION_LOSS, record.get("loss", math.inf))
 
 
-def named(record: Mapping[str, Any]) -> str:
-    """How a process has ended, in words."""
-    status = record["status"]
-    names = {-1: "not ended", 0: "finished"} | {
-        each: f"{each} {each.name}" for each in ExitStatus if each
-    }
-    return names.get(status, f"{status} signal {status - 128}")
-
-
-def report(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], folder: pathlib.Path) -> list[int]:
+def report(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], folder: pathlib.Path) -> None:
     """Prints, writes and draws the table of runs and their records, with the errors of those that
-    failed. The statuses of those."""
+    failed."""
     table = [[*pairs[0][0].settings, *REACHED, "status"]]
     for run, record in pairs:
         figures = [f"{record[each]:.6g}" if each in record else "" for each in REACHED]
-        table.append([*run.settings.values(), *figures, named(record)])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-    failed = [(run, record) for run, record in pairs if record["status"] > 0]
-    lines += [f"{named(each)}: {run.folder}: {each['error']}" for run, each in failed]
+        table.append([*run.settings.values(), *figures, record["ended"]])
+    lines = streams.aligned(table)
+    lines += [f"{r['ended']}: {run.folder}: {r['error']}" for run, r in pairs if r["status"] > 0]
     streams.log(*lines)
     with warned(folder, streams.log):
         replace_text(folder / TABLE, "\n".join(lines) + "\n")
         draw([pair for pair in pairs if pair[1]["status"] == 0], folder / PICTURE)
-    return [record["status"] for _, record in failed]
 
 
 def draw(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], path: pathlib.Path) -> None:
@@ -334,7 +336,7 @@ def draw(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], path: pathlib.Path
     setting."""
     from matplotlib.figure import Figure  # not pyplot: no display, no state
 
-    settings = [*pairs[0][0].settings] if pairs else []
+    settings = pairs[0][0].settings if pairs else {}
     figure = Figure(figsize=(5 * (1 + len(settings)), 5), dpi=120, layout="constrained")
     curves, *panels = figure.subplots(1, 1 + len(settings), sharey=True, squeeze=False)[0]
     curves.set(title="training loss", xlabel="step", ylabel=METRICS["loss"].unit)
@@ -343,13 +345,13 @@ def draw(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], path: pathlib.Path
     for axes, setting in zip(panels, settings, strict=True):
         texts = [run.settings[setting] for run, _ in pairs]
         numbers = [*map(cfg.number, texts)]
-        scale = "log" if all(value and value > 0 for value in numbers) else "linear"
-        axes.set(title="last loss", xlabel=setting, xscale=scale)
-        lines: dict[str, list[tuple[Any, float]]] = collections.defaultdict(list)
         values = texts if None in numbers else numbers
+        lines: dict[str, list[tuple[Any, float]]] = {}
         for (run, record), value in zip(pairs, values, strict=True):
             others = {path: text for path, text in run.settings.items() if path != setting}
-            lines[name_of(others)].append((value, score(record)))
+            lines.setdefault(name_of(others), []).append((value, score(record)))
+        scale = "log" if all(value and value > 0 for value in numbers) else "linear"
+        axes.set(title="last loss", xlabel=setting, xscale=scale)
         for name, points in lines.items():
             axes.plot(*zip(*sorted(points), strict=True), "o-", label=name)
         if 1 < len(lines) <= MOST_NAMED:

@@ -3,7 +3,7 @@ A run starts a process of it for each of its trackers (followers.py).
 
 A tracker takes no step back. So a step is sent once a checkpoint has it: a run that is killed goes
 on behind it, and a roll-back does not go before it. The tracker itself is asked what it has, so a
-kill between sending and noting costs nothing. A tracker is made of a RunFolder and its id, and has
+kill between sending and noting costs nothing. A tracker is made for a RunFolder and its id, and has
 
     last                 the newest step that is there in full, -1 if none; the caller counts on
     log(step, numbers)   for a step after the last one
@@ -26,15 +26,13 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain import cli
+from jaxtrain import cli, places
 from jaxtrain.checkpoint.steps import checkpoints_of, read_meta, step_numbers
 from jaxtrain.config import UsageError, own_code, to_dict, value_text
 from jaxtrain.config.flags import Flag
-from jaxtrain.experiments.followers import FOLDER, LAST_S, fault_of
+from jaxtrain.experiments.followers import FOLDER, fault_of
 from jaxtrain.experiments.run_folder import RunFolder, read_run
 from jaxtrain.run import streams
-from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import read_json, replace_text
 
 DESCRIPTION = """
 Sends the records of a run to trackers of experiments, each step once, however often the command is
@@ -54,30 +52,10 @@ LOOK_S = 5.0  # seconds between two looks for a new checkpoint
 HANG_S = 600  # seconds in which a tracker has to take what there is, while the run goes on
 
 
-class TrackerError(RunError):
-    """A tracker that has failed; the text is one line."""
-
-    status = ExitStatus.STORAGE
-
-
 @cli.command
 def main(argv: Sequence[str]) -> None:
     """Ends with status 2 for what cannot work, and with 74 if a tracker has failed."""
-    folder, names, follow = cli.checked_flags(argv, DESCRIPTION, FLAGS, check_flags, words=True)
-    own_code.distrust(str(folder))
-    if not follow:
-        sys.stdin = open(os.devnull)  # noqa: SIM115 (libraries ask a terminal for a login)
-    for name in names:
-        try:
-            print(f"{name}: {feed(folder, name, follow)}", flush=True)
-        except BlockingIOError:
-            raise TrackerError(f"{name}: another process sends it this run's records") from None
-        except Exception as error:  # a library's, whatever it is
-            raise TrackerError(f"{name}: {type(error).__name__}: {error}") from error
-
-
-def check_flags(flags: types.SimpleNamespace) -> tuple[pathlib.Path, list[str], bool]:
-    """The run's folder, its trackers, and whether they follow it. Raises UsageError."""
+    flags = cli.checked_flags(argv, DESCRIPTION, FLAGS, lambda flags: flags, words=True)
     if len(flags.words) != 1:
         raise UsageError(f"track is about one run, not {len(flags.words)}: jaxtrain track RUN")
     run = read_run(flags.words[0])
@@ -85,14 +63,22 @@ def check_flags(flags: types.SimpleNamespace) -> tuple[pathlib.Path, list[str], 
     for name in names:
         if fault := fault_of(name):
             raise UsageError(f"--to={name} {fault}")
-    return run.folder, names, flags.follow
+    for name in names:
+        try:
+            print(f"{name}: {feed(run.folder, name, flags.follow)}", flush=True)
+        except BlockingIOError:
+            raise places.NoStorageError(
+                f"{name}: another process sends it this run's records"
+            ) from None
+        except Exception as error:  # a library's, whatever it is
+            raise places.NoStorageError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def feed(folder: pathlib.Path, name: str, follow: bool) -> str:
     """Sends a tracker the steps that it has not; if it follows, those of new checkpoints, too,
     until standard input ends. What it has then, in words. Raises BlockingIOError where another
     process does the same, and whatever the tracker raises."""
-    of_class = TRACKERS.get(name) or own_code.load(name)
+    make = TRACKERS.get(name) or own_code.load(name)
     if name in TRACKERS:
         importlib.import_module(name)  # takes seconds, which the end of the run need not wait for
     place = folder / FOLDER / f"{name.replace('/', '_')}.lock"
@@ -105,7 +91,7 @@ def feed(folder: pathlib.Path, name: str, follow: bool) -> str:
         while True:
             is_last = not follow or bool(select.select([sys.stdin], [], [], LOOK_S)[0])
             if follow:
-                signal.alarm(LAST_S if is_last else HANG_S)  # ends this process
+                signal.alarm(HANG_S)  # ends this process
             before, newest = newest, max(step_numbers(checkpoints_of(folder)), default=0)
             if newest == before and not is_last:
                 continue
@@ -115,10 +101,9 @@ def feed(folder: pathlib.Path, name: str, follow: bool) -> str:
             for step, numbers in steps.items():
                 # the evaluation of the latest step may still come
                 if step <= settled and (step < latest or is_last):
-                    if not tracker:
-                        # A run that begins anew, or a copy of its folder, has another one.
-                        identity = json.dumps([run.name, run.records[0]]).encode()
-                        tracker = of_class(run, hashlib.sha256(identity).hexdigest()[:12])
+                    # a run that begins anew, or a copy of its folder, has another id
+                    identity = json.dumps([run.name, run.records[0]]).encode()
+                    tracker = tracker or make(run, hashlib.sha256(identity).hexdigest()[:12])
                     if step > tracker.last:
                         tracker.log(step, numbers)
                         tracker.last = step
@@ -158,86 +143,79 @@ def settled_step(run: RunFolder) -> int:
 # --- trackers -------------------------------------------------------------------------------------
 
 
-class Wandb:
+def wandb_run(run: RunFolder, run_id: str) -> types.SimpleNamespace:
     """Weights & Biases. A server knows the last step. Nobody can read the file of an off-line
-    session before its end, so what a kill has left of one is deleted, and sent again."""
+    session before its end, so each session replaces the earlier ones, and has all steps."""
+    import wandb
 
-    def __init__(self, run: RunFolder, run_id: str):
-        import wandb
-
-        # session → its last step, of those that have ended
-        self._file = run.folder / FOLDER / f"wandb-{run_id}.json"
-        self._ended = read_json(self._file) if self._file.is_file() else {}
-        self._run = wandb.init(
-            project=run.config.metrics.project or os.environ.get("WANDB_PROJECT", "jaxtrain"),
-            id=run_id,
-            name=run.name,
-            config=to_dict(run.config),
-            resume="allow",
-        )
-        self._session = pathlib.Path(self._run.dir).parent
-        for other in self._session.parent.glob(f"offline-run-*-{run_id}"):
-            if other.name not in self._ended and other != self._session:
-                shutil.rmtree(other)
-        self.last = max([self._run.step - 1, *self._ended.values()])
-
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(numbers, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-        if not self._run.disabled:
-            replace_text(self._file, json.dumps(self._ended | {self._session.name: self.last}))
+    session = wandb.init(
+        project=run.config.metrics.project or os.environ.get("WANDB_PROJECT", "jaxtrain"),
+        id=run_id,
+        name=run.name,
+        config=to_dict(run.config),
+        resume="allow",
+    )
+    folder = pathlib.Path(session.dir).parent
+    for earlier in {*folder.parent.glob(f"offline-run-*-{run_id}")} - {folder}:
+        shutil.rmtree(earlier)
+    return types.SimpleNamespace(
+        last=session.step - 1,
+        log=lambda step, numbers: session.log(numbers, step=step),
+        close=session.finish,
+    )
 
 
-class Trackio:
+def trackio_run(run: RunFolder, run_id: str) -> types.SimpleNamespace:
     """trackio, whose database or server knows the last step."""
+    import trackio
 
-    def __init__(self, run: RunFolder, run_id: str):
-        import trackio
+    session = trackio.init(
+        project=run.config.metrics.project or os.environ.get("TRACKIO_PROJECT", "jaxtrain"),
+        name=f"{run.name}-{run_id}",  # by which it finds the run again
+        config=to_dict(run.config),
+        resume="allow",
+    )
 
-        self._run = trackio.init(
-            project=run.config.metrics.project or os.environ.get("TRACKIO_PROJECT", "jaxtrain"),
-            name=f"{run.name}-{run_id}",  # by which it finds the run again
-            config=to_dict(run.config),
-            resume="allow",
-        )
-        self.last, self.close = self._run._next_step - 1, self._run.finish
-
-    def log(self, step: int, numbers: dict[str, float]) -> None:
+    def log(step: int, numbers: dict[str, float]) -> None:
         # "time" is a name of trackio's own
-        self._run.log({k: v for k, v in numbers.items() if k != "time"}, step)
+        session.log({k: v for k, v in numbers.items() if k != "time"}, step)
+
+    return types.SimpleNamespace(last=session._next_step - 1, log=log, close=session.finish)
 
 
-class Mlflow:
+def mlflow_run(run: RunFolder, run_id: str) -> types.SimpleNamespace:
     """MLflow, whose stores know the last step of each metric; some of them may have part of a step
     after a kill."""
+    import mlflow
 
-    def __init__(self, run: RunFolder, run_id: str):
-        import mlflow
-
-        self._log, self.close = mlflow.log_metrics, mlflow.end_run
-        experiment = mlflow.set_experiment(
-            run.config.metrics.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxtrain")
+    experiment = mlflow.set_experiment(
+        run.config.metrics.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxtrain")
+    )
+    matches = mlflow.search_runs(
+        [experiment.experiment_id], f"tags.jaxtrain = '{run_id}'", output_format="list"
+    )
+    data = mlflow.start_run(
+        matches[0].info.run_id if matches else None, run_name=run.name, tags={"jaxtrain": run_id}
+    ).data
+    for group, settings in to_dict(run.config).items():
+        mlflow.log_params(
+            {
+                path: value_text(value)
+                for name, value in settings.items()
+                if (path := f"{group}.{name}") not in data.params
+            }
         )
-        matches = mlflow.search_runs(
-            [experiment.experiment_id], f"tags.jaxtrain = '{run_id}'", output_format="list"
-        )
-        known = matches[0].info.run_id if matches else None
-        data = mlflow.start_run(known, run_name=run.name, tags={"jaxtrain": run_id}).data
-        for group, settings in to_dict(run.config).items():
-            texts = {f"{group}.{name}": value_text(value) for name, value in settings.items()}
-            mlflow.log_params({k: v for k, v in texts.items() if k not in data.params})
-        self._steps = {metric.key: metric.step for metric in data.to_proto().metrics}
-        self.last = self._steps.get("wall_s", -1)
+    last = {metric.key: metric.step for metric in data.to_proto().metrics}
 
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        absent = {k: v for k, v in numbers.items() if self._steps.get(k, -1) < step}
+    def log(step: int, numbers: dict[str, float]) -> None:
+        absent = {k: v for k, v in numbers.items() if last.get(k, -1) < step}
         absent["wall_s"] = absent.pop("wall_s")  # the last one: the step is complete
-        self._log(absent, step=step, timestamp=round(1000 * numbers["time"]))
+        mlflow.log_metrics(absent, step=step, timestamp=round(1000 * numbers["time"]))
+
+    return types.SimpleNamespace(last=last.get("wall_s", -1), log=log, close=mlflow.end_run)
 
 
-TRACKERS: dict[str, Any] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+TRACKERS: dict[str, Any] = {"wandb": wandb_run, "trackio": trackio_run, "mlflow": mlflow_run}
 
 if __name__ == "__main__":
     sys.exit(streams.run(main, sys.argv[1:]))

@@ -13,7 +13,7 @@ from jaxtrain.devices import cluster
 from jaxtrain.run.files import warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.intervals import Intervals
-from jaxtrain.run.metrics import was_evaluated
+from jaxtrain.run.metrics import VALIDATION_LOSS, read_metrics
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
 from jaxtrain.run.wall_clock import WallClock
@@ -74,8 +74,8 @@ def evaluates_first(config: ResolvedConfig, start: StartPoint, folder: pathlib.P
     this step and its evaluation. Every process must call this."""
     if start.step:
         due = Intervals.of(config.train, config.checkpoint, 1).evaluates(start.step)
-        if not (due and is_evaluated(config.data)):
-            return False
-        return not cluster.from_main(lambda: was_evaluated(folder, start.step), FolderError)
-    is_imported = bool(config.train.init_from or config.train.fork_from) or start.resumes
-    return is_imported or bool(config.train.eval_every and config.data.validation)
+        is_of_it = lambda record: record["step"] == start.step and VALIDATION_LOSS in record
+        has_record = lambda: any(map(is_of_it, read_metrics(folder)))
+        return due and is_evaluated(config.data) and not cluster.from_main(has_record, FolderError)
+    has_learned = start.resumes or config.train.init_from or config.train.fork_from
+    return bool(has_learned or (config.train.eval_every and config.data.validation))

@@ -88,8 +88,10 @@ def all_done(
 ) -> list[str]:
     """Lines for a run that has taken its steps before."""
     setting = "stop_at" if config.train.last_step < config.train.steps else "steps"
-    says = f"{folder} already has its {steps} steps: raise train.{setting} to go on"
-    return [says, *what_next(config, folder, tokenizer)]
+    return [
+        f"{folder} already has its {steps} steps: raise train.{setting} to go on",
+        *what_next(config, folder, tokenizer),
+    ]
 
 
 def what_next(config: ResolvedConfig, folder: pathlib.Path, tokenizer: Tokenizer) -> list[str]:

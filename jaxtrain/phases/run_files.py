@@ -56,7 +56,7 @@ def write_start(
         return
     config, folder = run.config, run.folder
     folder.mkdir(parents=True, exist_ok=True)
-    inherited = origin.record(config) if isinstance(origin, Fork) else None
+    inherited = origin.record if isinstance(origin, Fork) else None
     if config.train.fork_from and not inherited:  # a fork that goes on
         with contextlib.suppress(OSError, ValueError):
             inherited = read_json(folder / CONFIG_FILE, folder=folder).get(FORK)

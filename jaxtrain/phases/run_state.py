@@ -13,14 +13,13 @@ run no more.
 
 import contextlib
 import dataclasses
-import hashlib
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import manifest, steps, stores, subject
+from jaxtrain.checkpoint import steps, stores, subject
 from jaxtrain.checkpoint.restoring import expected_shapes, restore, wrong_arrays
 from jaxtrain.checkpoint.resuming import ChosenStep, StartPoint, stored_state
 from jaxtrain.config import ConfigError, ResolvedConfig, flag_text, get, to_dict, with_values
@@ -37,13 +36,17 @@ from jaxtrain.training.state import TrainState, initial_state, with_working
 from jaxtrain.training.step import Step
 
 # Settings that a fork has in common with its origin, of those that a resumed run may not change;
-# settings of the model only where arrays have other shapes with them.
-MODEL, DILOCO = "model.", ("train.diloco_inner_steps", "mesh.replica")
+# those of the model, too, where arrays have other shapes with them.
+DILOCO = ("train.diloco_inner_steps", "mesh.replica")
 IN_COMMON = {
-    "weights": (MODEL, *DILOCO),
-    "moments": (MODEL, *DILOCO, "optimizer."),
-    "position": (MODEL, *DILOCO, "optimizer.", *SIZES, PHASES),
+    "weights": DILOCO,
+    "moments": (*DILOCO, "optimizer."),
+    "position": (*DILOCO, "optimizer.", *SIZES, PHASES),
 }
+WEIGHTS = (steps.PARAMETERS, steps.ANCHOR, steps.AVERAGE)
+MOMENTS = (*WEIGHTS, "optimizer", "outer_momentum")
+# the parts of its first state that are its origin's
+INHERITED = {"weights": WEIGHTS, "moments": MOMENTS, "position": (*MOMENTS, "step")}
 
 
 def until_exhausted(config: ResolvedConfig, batches: TrainingBatches) -> ResolvedConfig:
@@ -83,71 +86,27 @@ def state_on_disk(step: Step) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fork:
-    """A complete step of another run, with its meta. inherits: `train.fork_inherits`; digest: of
-    the step's manifest, which has the checksums of all its files"""
+    """A complete step of another run, and the start of the run that begins with it. record: what
+    that run's config.json says of it"""
 
-    directory: str
-    meta: steps.Meta
-    inherits: str
-    digest: str
-
-    @property
-    def start(self) -> StartPoint:
-        """The beginning of the new run."""
-        goes_on = StartPoint(self.meta.step, dataclasses.replace(self.meta, wall_s=0.0))
-        return goes_on if self.inherits == "position" else StartPoint()
-
-    def record(self, config: ResolvedConfig) -> dict[str, Any]:
-        """What the run's config.json says of it. config: the run's"""
-        stored, step = self.meta.stored_config(), self.meta.step
-        return {
-            "checkpoints": self.directory,
-            "step": step,
-            "manifest": self.digest,
-            "inherits": self.inherits,
-            "tokens": span_at(spans(stored), max(step - 1, 0)).tokens_before(step),
-            "changes": changes(stored, config),
-        }
-
-    def check(self, config: ResolvedConfig) -> None:
-        """Raises ConfigError for a setting of the run with which it cannot begin with this step."""
-        stored, own = self.meta.stored_config(), steps.Meta(to_dict(config))
-        shapes_differ = wrong_arrays(own, expected_shapes(stored), trained_alone=True)
-        name = f"step {self.meta.step} in {self.directory}"
-        for each in violations(config, stored, self.meta.position):
-            in_common = each.field.startswith(IN_COMMON[self.inherits])
-            if in_common and (shapes_differ or not each.field.startswith(MODEL)):
-                raise ConfigError(
-                    each.field,
-                    get(config, each.field),
-                    f"{each.rule} ({name}: train.fork_from)",
-                    fixes=[*each.fixes],
-                )
-        if config.train.steps <= self.start.step:
-            raise ConfigError(
-                "train.steps",
-                config.train.steps,
-                f"is not beyond {name}, with which the run begins",
-                fixes=[{"train.steps": self.start.step + config.train.steps}],
-            )
+    start: StartPoint
+    record: dict[str, Any]
 
     def state(self, step: Step) -> TrainState:
         """The run's state before its first step; all that it does not inherit is zero, as in a new
         one. Every process must call this. Raises CheckpointError in all of them."""
         abstract, stored = stored_state(step)
-        weights = [steps.PARAMETERS, steps.ANCHOR, steps.AVERAGE]
-        moments = [*weights, "optimizer", "outer_momentum"]
-        names = {"weights": weights, "moments": moments, "position": [*moments, "step"]}
-        inherited = names[self.inherits]
-        of = lambda state: {name: getattr(state, name) for name in inherited}
-        read = lambda: restore(self.directory, self.meta.step, of(abstract), of(stored))
-        arrays = cluster.in_all(read, steps.CheckpointError)
+        directory, number, inherits = (self.record[n] for n in ("checkpoints", "step", "inherits"))
+        of = lambda state: {name: getattr(state, name) for name in INHERITED[inherits]}
+        arrays = cluster.in_all(
+            lambda: restore(directory, number, of(abstract), of(stored)), steps.CheckpointError
+        )
         zeros = lambda a: a if is_on_disk(a) else host_memory.zeros(a)
-        if self.inherits == "moments":
+        if inherits == "moments":
             # The learning rate begins anew; what moments know of their age stays with them.
             rate = jax.tree.map(zeros, abstract.optimizer[-1])
             arrays["optimizer"] = (*arrays["optimizer"][:-1], rate)
-        rest: Any = dataclasses.replace(abstract, **dict.fromkeys(inherited, None))  # type: ignore[arg-type]
+        rest: Any = dataclasses.replace(abstract, **dict.fromkeys(arrays, None))  # type: ignore[arg-type]
         rest = jax.tree.map(zeros, rest, is_leaf=is_on_disk)
         return with_working(step.layout, dataclasses.replace(rest, **arrays))
 
@@ -160,7 +119,7 @@ def open_fork(chosen: ChosenStep) -> Fork | None:
     one that does not fit the run.
     """
     config, own = chosen.folder.run.config, stores.absolute(chosen.folder.directory)
-    text = config.train.fork_from
+    text, inherits = config.train.fork_from, config.train.fork_inherits
     place, _, number = text.rpartition("@") if re.search(r".@\d{1,10}$", text) else (text, "", "")
     if text and stores.absolute(steps.checkpoints_of(place)) == own:
         raise ConfigError(
@@ -169,35 +128,62 @@ def open_fork(chosen: ChosenStep) -> Fork | None:
     if not text or chosen.start.resumes:
         return None
 
-    def look() -> dict[str, Any]:
+    def look() -> list[Any]:
         try:
             found = subject.find(place)
         except subject.NoCheckpointsError as error:
             raise subject.NoCheckpointsError(f"train.fork_from={text!r}: {error}") from None
         step = found.step.name if found.step else number
-        before = int(step) + 1 if step else None
+        before = int(step) + 1 if steps.STEP_NAME.fullmatch(step) else None
         choice = steps.choose(found.directory, steps.TO_TRAIN, wrong_arrays, before=before)
         if choice.step is None or step not in ("", str(choice.step)):
-            nearest = place if choice.step is None else f"{place}@{choice.step}"
+            nearest = found.directory if found.step else place
+            at = "" if choice.step is None else f"@{choice.step}"
             raise subject.NoCheckpointsError(
                 f"train.fork_from={text!r} is no complete step: use "
-                f"{flag_text('config.train.fork_from', nearest)}"
+                f"{flag_text('config.train.fork_from', f'{nearest}{at}')}"
             )
-        sums = stores.read_within(found.directory / str(choice.step), manifest.FILE)
-        meta, digest = dataclasses.asdict(choice.meta), hashlib.sha256(sums).hexdigest()[:12]
-        return {"directory": str(found.directory), "meta": meta, "digest": digest}
+        return [str(found.directory), dataclasses.asdict(choice.meta)]
 
-    answer = cluster.from_main(look, RunError)
-    answer["meta"] = steps.Meta(**answer["meta"])
-    fork = Fork(inherits=config.train.fork_inherits, **answer)
-    fork.check(config)
-    record = fork.record(config)
+    directory, values = cluster.from_main(look, RunError)
+    meta = steps.Meta(**values)
+    start = (
+        StartPoint(meta.step, dataclasses.replace(meta, wall_s=0.0))
+        if inherits == "position"
+        else StartPoint()
+    )
+    name, stored = f"step {meta.step} in {directory}", meta.stored_config()
+    shapes_differ = wrong_arrays(
+        steps.Meta(to_dict(config)), expected_shapes(stored), trained_alone=True
+    )
+    in_common = (*IN_COMMON[inherits], *["model."] * bool(shapes_differ))
+    for each in violations(config, stored, meta.position):
+        if each.field.startswith(in_common):
+            raise ConfigError(
+                each.field,
+                get(config, each.field),
+                f"{each.rule} ({name}: train.fork_from)",
+                fixes=[*each.fixes],
+            )
+    if config.train.steps <= start.step:
+        raise ConfigError(
+            "train.steps",
+            config.train.steps,
+            f"is not beyond {name}, with which the run begins",
+            fixes=[{"train.steps": start.step + config.train.steps}],
+        )
+    record = {
+        "checkpoints": directory,
+        "step": meta.step,
+        "inherits": inherits,
+        "tokens": span_at(spans(stored), max(meta.step - 1, 0)).tokens_before(meta.step),
+        "changes": changes(stored, config),
+    }
     cluster.log(
-        f"fork: {fork.inherits} of step {fork.meta.step} in {fork.directory} (manifest "
-        f"{fork.digest}), after {record['tokens']:,} tokens; settings that differ: "
+        f"fork: {inherits} of {name}, after {record['tokens']:,} tokens; settings that differ: "
         f"{'; '.join(record['changes']) or 'none'}"
     )
-    return fork
+    return Fork(start, record)
 
 
 # --- the state ------------------------------------------------------------------------------------

@@ -125,15 +125,16 @@ def without_new_folders(*folders: pathlib.Path) -> Iterator[None]:
                 each.rmdir()
 
 
-def read_json_lines(path: pathlib.Path) -> Iterator[Any]:
-    """The JSON values of a file's lines, none if there is no file. A line that a kill has cut off
+def read_json_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file's lines, none if there is no file. A line that a kill has cut off
     is left out."""
     if not path.is_file():
         return
     with open_regular(path, path.parent) as file:
         while line := file.readline(MOST_LINE):
             with contextlib.suppress(ValueError):
-                yield parse_json(line)
+                if isinstance(value := parse_json(line), dict):
+                    yield value
 
 
 def fresh(path: Any) -> Any:

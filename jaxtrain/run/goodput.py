@@ -23,6 +23,7 @@ is down time too.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import threading
@@ -171,12 +172,14 @@ class Goodput:
 
 
 def read_goodput(workdir: str | os.PathLike) -> list[Line]:
-    """The lines of a run in order, none if there is no file. A line that a kill has cut off is left
-    out."""
+    """The lines of a run in order, none if there is no file. A line that a kill has cut off, or
+    whose values are of other kinds, is left out."""
     lines = []
     for values in read_json_lines(pathlib.Path(workdir) / GOODPUT_FILE):
-        with contextlib.suppress(TypeError):
-            lines.append(Line(**values))
+        with contextlib.suppress(TypeError, AttributeError):
+            line = Line(**values)
+            if math.isfinite(line.start + line.began + line.time + line.step + line.wall_s()):
+                lines.append(line)
     return lines
 
 

@@ -18,7 +18,7 @@ class Intervals:
     exchange_every: int  # 0: replicas are not independent, and never exchange
     save_locally_every: int = 0  # 0: never
     compare_every: int = 0  # 0: copies of parameters are never compared
-    of_all: int = 0  # the last step that any start of the run takes; 0: `last`
+    of_all: int = 0  # the last step that any start of the run takes
 
     @classmethod
     def of(cls, train: TrainConfig, checkpoint: CheckpointConfig, log_every: int) -> "Intervals":
@@ -46,8 +46,7 @@ class Intervals:
         return self._due(at, self.evaluate_every)
 
     def exchanges(self, at: int) -> bool:
-        is_last = at == (self.of_all or self.last)
-        return self.exchange_every > 0 and (is_last or at % self.exchange_every == 0)
+        return self.exchange_every > 0 and (at == self.of_all or at % self.exchange_every == 0)
 
     def steps_until(self, at: int, most: int, stops: Callable[[int], bool]) -> int:
         """The number of steps, at most `most`, after step `at` until something has to be done

@@ -232,13 +232,8 @@ def read_metrics(workdir: str | os.PathLike, file: str = METRICS_FILE) -> list[d
         # names once in memory, not once a record: half of a long run's
         {sys.intern(name): value for name, value in record.items()}
         for record in read_json_lines(pathlib.Path(workdir) / file)
-        if isinstance(record, dict) and isinstance(record.get("step"), int)
+        if isinstance(record.get("step"), int)
     ]
-
-
-def was_evaluated(workdir: str | os.PathLike, step: int) -> bool:
-    """True if a run has the record of an evaluation after this step."""
-    return any(r["step"] == step and VALIDATION_LOSS in r for r in read_metrics(workdir))
 
 
 class MetricsWriter:

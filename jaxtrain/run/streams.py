@@ -85,6 +85,17 @@ def log(*lines: str) -> None:
         print(line, file=sys.stderr if line.startswith("warning: ") else sys.stdout, flush=True)
 
 
+def aligned(cells: Sequence[Sequence[str]], sides: str = "<") -> list[str]:
+    """Lines of cells in columns as wide as they need to be. sides: "<" for a column to the left,
+    ">" for one to the right; the last one is for all that follow"""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    columns = [*zip(sides.ljust(len(widths), sides[-1]), widths)]
+    return [
+        "  ".join(f"{text:{side}{width}}" for text, (side, width) in zip(line, columns)).rstrip()
+        for line in cells
+    ]
+
+
 def remark(line: str) -> None:
     """Prints a line on standard error: standard output is for what was asked for."""
     print(line, file=sys.stderr, flush=True)

@@ -1,17 +1,22 @@
 """The losses over held-out text, and evaluations of one's own (`train.evaluate`):
 
-def evaluate(params, context):      # EvaluationContext
+def evaluate(params, context):
     return {"loss_of_arithmetic": context.loss(tokens)}
+
+context.step             the number of steps done
+context.config, .mesh    of the run: ResolvedConfig and jax.sharding.Mesh
+context.tokenizer        its encode(text) gives ids, decode(ids) text
+context.loss             (tokens, weights) → the mean loss, as Evaluation.loss with `params`
 """
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import itertools
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -90,21 +95,17 @@ class Evaluation:
             "segments": ones,
             "positions": np.cumsum(ones, 1) - 1,
         }
-        batches = []
-        for name, like in self._batch.items():
-            rows, length = like.shape[0] * like.shape[1], like.shape[2]
-            padding = (0, -len(tokens) % rows), (0, length - ones.shape[1])
-            filled = np.pad(arrays[name].astype(like.dtype), padding).reshape(-1, *like.shape)
-            batches.append(
-                [
-                    jax.make_array_from_callback(like.shape, like.sharding, one.__getitem__)
-                    for one in filled
-                ]
-            )
-        each = (
-            dict(zip(self._batch, arrays, strict=True)) for arrays in zip(*batches, strict=True)
+        shape = self._batch["tokens"].shape
+        padding = (0, -len(tokens) % (shape[0] * shape[1])), (0, shape[2] - ones.shape[1])
+        padded = {name: np.pad(arrays[name], padding).reshape(-1, *shape) for name in self._batch}
+        place = lambda a, like: jax.make_array_from_callback(
+            shape, like.sharding, a.astype(like.dtype).__getitem__
         )
-        return _mean(self._dispatch(params, each))
+        batches = (
+            {name: place(padded[name][i], like) for name, like in self._batch.items()}
+            for i in range(len(padded["tokens"]))
+        )
+        return _mean(self._dispatch(params, batches))
 
     def _dispatch(self, params: dict, batches: Iterable[Mapping[str, jax.Array]]) -> list[Losses]:
         """The losses of batches, which the devices may still compute."""
@@ -135,21 +136,6 @@ class TimeUpError(BaseException):
     """Ends an evaluation that takes too long; `except Exception` in it does not stop that."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationContext:
-    """What an evaluation of one's own knows besides the parameters.
-
-    step: the number of steps done; tokenizer: its encode(text) gives ids, decode(ids) text
-    loss: (tokens, weights) → the mean loss, as Evaluation.loss
-    """
-
-    step: int
-    config: ResolvedConfig
-    mesh: Mesh
-    tokenizer: Any
-    loss: Callable[..., float]
-
-
 class OwnEvaluation:
     """The function that `train.evaluate` names, if it does. Raises ConfigError for code that is not
     there. tokenizer: of the run"""
@@ -172,15 +158,20 @@ class OwnEvaluation:
         still computes must not run beside the next step's collectives."""
         if not self._function:
             return {}
-        loss, began = functools.partial(evaluation.loss, params), time.monotonic()
-        context = EvaluationContext(step, self._config, self._mesh, self._tokenizer, loss)
-        numbers, why = {}, ""
+        context = types.SimpleNamespace(
+            step=step,
+            config=self._config,
+            mesh=self._mesh,
+            tokenizer=self._tokenizer,
+            loss=functools.partial(evaluation.loss, params),
+        )
+        numbers, why, began = {}, "", time.monotonic()
         try:
             with _ended_after(self._limit):
-                returned = self._function(params, context)
-                if not isinstance(returned, Mapping) or not returned:
-                    raise TypeError(f"it returned {returned!r:.60}, and no numbers by name")
-                numbers = {str(name): float(number) for name, number in returned.items()}
+                numbers = {
+                    str(name): float(number)
+                    for name, number in self._function(params, context).items()
+                }
         except (Exception, SystemExit, TimeUpError) as error:
             why = f"{type(error).__name__}: {error}"
         if (seconds := time.monotonic() - began) > self._limit:

@@ -263,24 +263,19 @@ class ParameterLayout:
         ZeRO 1 at least."""
         # Each device of a replica exchanges its own shard. Without ZeRO all of them would have the
         # same numbers, and memory for them.
-        shardings = dataclasses.replace(self, zero=max(self.zero, 1)).scattered
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
-            self.shapes,
-            shardings,
-        )
+        return self._float32(dataclasses.replace(self, zero=max(self.zero, 1)).scattered)
 
     @property
     def ema(self) -> dict | None:
         """The average of the parameters, float32, as ShapeDtypeStructs that lie with the
         optimizer's state; None without `optimizer.ema_decay`."""
         place = host_memory.on_host if self.offload else lambda sharding: sharding
-        average = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=place(s)),
-            self.shapes,
-            self.scattered,
-        )
+        average = self._float32(jax.tree.map(place, self.scattered))
         return average if self.optimizer.ema_decay else None
+
+    def _float32(self, shardings: dict) -> dict:
+        shape = lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s)
+        return jax.tree.map(shape, self.shapes, shardings)
 
     # --- inside jit: updated parameters, back in the types and places of the state ----------------
 

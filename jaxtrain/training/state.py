@@ -214,8 +214,13 @@ def stored_shapes(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
         return Stored(shape, stack=stacks[one.stack])
 
     moments = layout.state_of(optimizer, of_parameter, lambda _: Stored(()))
-    ema = one if layout.optimizer.ema_decay else None
-    state = TrainState(one, moments, Stored(()), ema=ema, evaluates_ema=layout.evaluates_ema)
+    state = TrainState(
+        one,
+        moments,
+        Stored(()),
+        ema=one if layout.optimizer.ema_decay else None,
+        evaluates_ema=layout.evaluates_ema,
+    )
     if not layout.independent_replicas:
         return state
     lead = (replicas.count(layout.mesh),)
@@ -258,8 +263,9 @@ def initial_state(layout: ParameterLayout, optimizer: Optimizer, seed: int) -> T
             of_each = replicas.copies(of_each, layout.mesh)
             anchor, momentum = values, jax.tree.map(jnp.zeros_like, values)
         params, optimizer_state, working = of_each
-        step = jnp.zeros((), jnp.int32)
-        state = TrainState(params, optimizer_state, step, anchor, momentum, working, ema)
+        state = TrainState(
+            params, optimizer_state, jnp.zeros((), jnp.int32), anchor, momentum, working, ema
+        )
         computed = zip(jax.tree.leaves(state), are_zeros, strict=True)
         return [a for a, is_zero in computed if not is_zero]
 
@@ -308,8 +314,7 @@ def with_working(layout: ParameterLayout, stored: TrainState) -> TrainState:
     program = jax.jit(copies, out_shardings=shardings).lower(masters)
     # A run may go back to a checkpoint several times, and a barrier's name is used once.
     name = f"copies that ops read, {next(_programs)}"
-    working = cluster.compile_everywhere(name, program)(masters)
-    return dataclasses.replace(stored, working=working)
+    return dataclasses.replace(stored, working=cluster.compile_everywhere(name, program)(masters))
 
 
 def _working_of_disk(layout: ParameterLayout, masters: dict) -> Any:

@@ -83,7 +83,7 @@ def test_command(tmp_path, capsys):
     make_run(tmp_path / "one", {}, [*records(steps=1)])
     make_run(tmp_path / "other", {"model.block": "not_here.py:Block"}, records())
     runs = [str(tmp_path / name) for name in ("one", "other")]
-    out = tmp_path / "new" / "picture.png"
+    out = tmp_path / "picture.png"
     assert not compare.main([*runs, f"--out={out}"])
     assert capsys.readouterr().out.endswith(f"\nlosses: {out}\n") and out.stat().st_size > 9999
     make_run(tmp_path / "empty")

@@ -1,22 +1,27 @@
-"""`jaxtrain page`: the file, the server, and both in a browser."""
+"""`jaxtrain page`: the file, what it has from runs in any state, of any length, within bounds; the
+server, and both in a browser."""
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from support import ROOT
 from support.chromium import CHROMIUM, browser
-from support.run_folders import write_run
+from support.run_folders import ONE_DEVICE, write_run
 
 from jaxtrain import load_recipe, replace
-from jaxtrain.experiments.page import PageServer, main
+from jaxtrain.experiments.page import POINTS, PageServer, curve, main, page_data
+from jaxtrain.experiments.run_folder import read_run
 
 EVIL = '</script><script>document.title = "gone"</script><img src=x onerror="document.title=1">'
 
@@ -51,6 +56,13 @@ def run(tmp_path):
     )
 
 
+def data_in(text: str) -> dict:
+    """The data of a page, as a browser reads them."""
+    content = re.search('id="data">(.*?)</script>', text)[1]
+    assert "<" not in content
+    return json.loads(content, parse_constant=pytest.fail)
+
+
 def test_the_file(run, tmp_path, capsys):
     assert main([str(run)]) in (0, None)
     assert re.fullmatch(rf"{re.escape(str(run))}/page.html: \d+ kB\n", capsys.readouterr().out)
@@ -60,22 +72,51 @@ def test_the_file(run, tmp_path, capsys):
     own = re.sub('id="data">.*', "", text)  # without the data, which are no addresses
     assert re.findall(r"\w+://[^\"' ]+", own) == ["http://www.w3.org/2000/svg"]
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
-    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "connect" not in policy
+    assert policy.startswith("default-src 'none'; script-src 'nonce-") and "connect" not in policy
     assert main([str(run), f"--out={tmp_path / 'other.html'}"]) in (0, None)
     assert (tmp_path / "other.html").stat().st_size > 20_000
+
+
+def test_damaged_files(tmp_path, capsys):
+    """Numbers that are not finite, and values of other kinds than a run writes, are no traceback;
+    what cannot be shown is left out."""
+    odd = [
+        "5\n",
+        "null\n",
+        "[1]\n",
+        '"text"\n',
+        '{"time": NaN, "step": -Infinity, "text": 1e999}\n',
+    ]
+    line = {"start": 1, "began": 1.0, "time": 2.0, "step": 3, "seconds": {"stepping": 1.0}}
+    lines = [line | {name: "x"} for name in line] + [line | {"seconds": {"stepping": None}}]
+    lines += [line | {"began": math.nan}, {"start": 1}, line]
+    points = [{"step": 1, "wall_s": "x", "loss": 1.0}, {"step": 2, "loss": 2.0}] * 500
+    going_back = {"step": 1, "rolled_back_from": math.inf}
+    write_run(
+        tmp_path,
+        metrics=[*odd, *points, going_back],
+        goodput=[*odd, *lines],
+        starts=odd,
+        samples=odd,
+    )
+    assert main([str(tmp_path)]) in (0, None) and not capsys.readouterr().err
+    data = data_in((tmp_path / "page.html").read_text())
+    assert len(data["goodput"]) == 1 and data["rollbacks"][0]["rolled_back_from"] is None
+    assert data["starts"] == data["samples"] == [{"time": None, "step": None, "text": None}]
+    assert 0 < len(data["curves"]["loss"]) <= 802
 
 
 @pytest.mark.parametrize(
     "argv, says",
     [
-        ([], "page is about one folder, not 0: use jaxtrain page RUN"),
-        (["a", "b"], "page is about one folder, not 2: use jaxtrain page RUN"),
+        ([], "page is about one folder, not 0: jaxtrain page RUN"),
+        (["a", "b"], "page is about one folder, not 2: jaxtrain page RUN"),
         (["none"], "'none' is not the folder of a run: "),
         (["RUN", "--out=none/page.html"], "--out='none/page.html' cannot be written"),
         (["RUN/.."], "is not the folder of a run: "),
-        (["linked"], "linked/metrics.jsonl' cannot be read (it is a link to "),
+        (["linked"], "'linked' is not the folder of a run: [Errno 1] it is a link to "),
+        (["other"], "'other' cannot be read: [Errno 1] it is a link to "),
         (["none", "--serve"], "'none' is not the folder of a run: "),
-        (["RUN", "--serve", "--out=x.html"], "--serve=8790 writes no --out='x.html': use --out="),
         (["RUN", "--serve=70000"], "--serve=70000"),
         (["RUN", "--serve=PORT"], "cannot be used (Address already in use): use --serve="),
     ],
@@ -84,6 +125,8 @@ def test_what_cannot_work(run, argv, says, capsys, monkeypatch):
     monkeypatch.chdir(run.parent)
     write_run(linked := run.parent / "linked")
     (linked / "metrics.jsonl").symlink_to(run / "metrics.jsonl")
+    write_run(other := run.parent / "other")
+    (other / "samples.jsonl").symlink_to(run / "samples.jsonl")
     before = sorted(run.parent.rglob("*"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = [word.replace("PORT", str(taken.getsockname()[1])) for word in argv]
@@ -92,14 +135,101 @@ def test_what_cannot_work(run, argv, says, capsys, monkeypatch):
     assert says in error and error.count("\n") == 1 and sorted(run.parent.rglob("*")) == before
 
 
+# --- its data -------------------------------------------------------------------------------------
+
+TINY = {"mesh.data": 1, "mesh.stage": 2, "mesh.model": 1}
+
+
+def data_of(folder) -> dict:
+    """What a browser reads."""
+    return json.loads(json.dumps(page_data(read_run(folder)), allow_nan=False))
+
+
+def test_a_run_without_records(tmp_path):
+    data = data_of(write_run(tmp_path))
+    assert data["curves"] == {} and data["is_running"] is None and data["goodput"] == []
+    assert data["schedule"] == ["one stage, whose microbatches follow each other", ""]
+
+
+def test_curves_rollbacks_and_damaged_lines(tmp_path):
+    """Values that are no numbers have no point, and a record that a kill has cut off is none."""
+    records = [
+        {"step": 1, "wall_s": 2.0, "loss": 3.0, "mfu": None, "why": "<b>"},
+        '{"step": 2, "wall_s": 3.0, "loss": NaN, "tokens": 1e999}\n',
+        {"step": 2, "wall_s": 4, "rolled_back_from": 5, "why": "</script>", "validation_loss/a": 2},
+        '{"step": 3, "los',
+    ]
+    lost = [{"step": 5, "wall_s": 3.5, "loss": 9.0}, "[]\n"]
+    data = data_of(write_run(tmp_path, metrics=records, metrics__rolled_back=lost))
+    assert data["curves"]["loss"] == [[1, 2.0, 3.0]] and not {"mfu", "tokens"} & {*data["curves"]}
+    assert data["curves"]["validation_loss/a"] == [[2, 4, 2.0]]
+    assert data["discarded"] == [[5, 3.5, 9.0]]
+    assert [each["why"] for each in data["rollbacks"]] == ["</script>"]
+
+
+@pytest.mark.parametrize("count", [1, POINTS, POINTS + 1, 2 * POINTS + 7, 30_000])
+def test_a_thinned_curve_keeps_spikes_and_ends(count):
+    records = [{"step": i, "wall_s": 0.1 * i, "loss": 2.0 + i % 7} for i in range(1, count + 1)]
+    records[count // 3]["loss"], records[count // 2]["loss"] = 99.0, -5.0
+    points = curve(records, "loss")
+    steps, values = [point[0] for point in points], [point[2] for point in points]
+    assert len(points) <= min(count, POINTS + 3) and steps == sorted(steps) and steps[-1] == count
+    assert max(values) == max(r["loss"] for r in records) and -5.0 in values
+    assert count > POINTS or len(points) == count
+
+
+def test_whether_it_runs(tmp_path):
+    lock = write_run(tmp_path) / "run.lock"
+    lock.write_text("{}")
+    assert data_of(tmp_path)["is_running"] is True
+    long_ago = time.time() - 60
+    os.utime(lock, (long_ago, long_ago))
+    assert data_of(tmp_path)["is_running"] is False
+
+
+def test_starts_goodput_samples_and_phases(tmp_path):
+    line = {"began": 100.0, "time": 110.0, "step": 4, "seconds": {"imports": 4.0, "stepping": 6.0}}
+    later = line | {"start": 2, "began": 200.0, "time": 210.0, "step": 2}
+    phases = {"train.phases": ("long.step=5", "long.sequence_length=64")}
+    data = data_of(
+        write_run(
+            tmp_path,
+            replace(ONE_DEVICE, phases),
+            goodput=[line | {"start": 1, "step": 0}, line | {"start": 1}, later, '{"start": 3, "'],
+            starts=[
+                {"time": 101.0, "step": 0},
+                {"time": 201.0, "step": 2, "changed": ["a: 1 → 2"]},
+            ],
+            samples=[{"step": step, "text": "…"} for step in range(9)],
+        )
+    )
+    first, second = data["goodput"]
+    assert first["parts"] == {"useful steps": 3.0, "redone steps": 3.0, "imports": 4.0}
+    assert second["start"] == 2 and sum(data["parts"].values()) == 20
+    assert data["starts"][1]["changed"] == ["a: 1 → 2"]
+    assert [sample["step"] for sample in data["samples"]] == [6, 7, 8]
+    assert data["phases"] == {"": 0, "long": 5}
+
+
+def test_schedules(tmp_path):
+    """Of many microbatches the first rounds are drawn; a schedule that cannot be made says why."""
+    tiny = replace(load_recipe("tiny"), TINY | {"data.batch_size": 64, "pipeline.microbatches": 16})
+    line, svg = data_of(write_run(tmp_path, tiny))["schedule"]
+    assert (
+        line == "4 of the 16 microbatches of a step, by the exact clock" and svg.count("<rect") > 30
+    )
+    missing = replace(tiny, {"pipeline.schedule": "csv:gone.csv"})
+    line, svg = data_of(write_run(tmp_path, missing))["schedule"]
+    assert line.startswith("no picture: ") and "gone.csv" in line and not svg
+    line, svg = data_of(write_run(tmp_path, replace(tiny, {"mesh.data": -1})))["schedule"]
+    assert line == "no picture: mesh.data=-1 is no number of devices" and not svg
+
+
 # --- the server -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def server(run, monkeypatch):
-    """The server of the run, which reads its folder for each answer."""
-    monkeypatch.setattr("jaxtrain.experiments.page.FRESH_S", 0.0)
-    monkeypatch.setattr("jaxtrain.experiments.page.REST", 0.0)
+def server(run):
     with PageServer(run, 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -118,26 +248,37 @@ def asked(server, path="/", host="localhost", method="GET"):
 
 def test_what_is_served(server, run):
     assert server.server_address[0] == "127.0.0.1"
-    status, headers, text = asked(server)
+    status, headers, text = asked(server, host=f"127.0.0.1:{server.server_port}")
     assert status == 200 and headers["Content-Type"] == "text/html; charset=utf-8"
-    assert "connect-src 'self'" in text and headers["Cache-Control"] == "no-store"
-    status, headers, text = asked(server, "/data.json", f"127.0.0.1:{server.server_port}")
-    assert status == 200 and json.loads(text)["name"] == run.name
-    for path in ("/page.html", "/../config.json", "/data.json?x=1"):
+    assert "connect-src 'self'" in text and data_in(text)["name"] == run.name
+    for path in ("/page.html", "/../config.json", "/?x=1"):
         assert asked(server, path)[0] == 404
     for host in ("evil.example", "localhost.evil.example", "evil.example:80", "127.0.0.2", "[::1]"):
-        assert asked(server, host=host)[0] == 403
+        assert asked(server, host=host)[0] == 404
     for method in ("POST", "HEAD", "PUT", "DELETE", "OPTIONS"):
         assert asked(server, method=method)[0] == 501
 
 
 def test_newer_data_are_served_and_a_folder_that_is_gone_is_said(server, run):
-    assert json.loads(asked(server, "/data.json")[2])["curves"]["loss"][-1][0] == 59
+    assert data_in(asked(server)[2])["curves"]["loss"][-1][0] == 59
     with open(run / "metrics.jsonl", "a") as file:
         file.write('\n{"step": 61, "wall_s": 140.0, "loss": 1.0}\n')
-    assert json.loads(asked(server, "/data.json")[2])["curves"]["loss"][-1][0] == 61
+    assert data_in(asked(server)[2])["curves"]["loss"][-1][0] == 61
     (run / "config.json").unlink()
-    assert asked(server, "/data.json")[0] == 503
+    assert asked(server)[0] == 503
+
+
+def test_a_reader_that_goes_away_is_no_traceback(server, capsys):
+    reader = socket.create_connection(server.server_address)
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    server.reading.acquire()
+    reader.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+    time.sleep(0.2)
+    reader.close()  # by a reset
+    server.reading.release()
+    assert asked(server)[0] == 200
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
 
 
 def test_ctrl_c_ends_the_server(run):
@@ -207,4 +348,4 @@ def test_in_chromium(run, server, tmp_path):
         is_newer = "data.curves.loss.at(-1)[0] === 61 && done(1)"
         assert tab.value(f"new Promise(done => setInterval(() => {is_newer}, 50))") == 1
         assert "step 61 of" in tab.value(SEEN.format("state"))
-        assert {*tab.requests()} == {address, f"{address}data.json"} and tab.complaints() == []
+        assert {*tab.requests()} == {address} and tab.complaints() == []

@@ -279,3 +279,9 @@ def test_elsewhere_there_is_none(monkeypatch):
     assert drawn(io.StringIO()) == drawn(Terminal(), shown=False) == ""
     monkeypatch.setenv("TERM", "dumb")
     assert drawn(Terminal()) == ""
+
+
+def test_columns_of_a_table():
+    table = [("", "a", "and b"), ("one", "12.5", "x")]
+    assert streams.aligned(table, "<>") == ["        a  and b", "one  12.5      x"]
+    assert streams.aligned(table) == ["     a     and b", "one  12.5  x"]

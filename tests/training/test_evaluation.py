@@ -103,7 +103,7 @@ def test_own_numbers(tmp_path):
 @pytest.mark.parametrize(
     "name, seconds, why",
     [
-        ("nothing", 60, "TypeError: it returned None, and no numbers by name"),
+        ("nothing", 60, "AttributeError: 'NoneType' object has no attribute 'items'"),
         ("raises", 60, "ZeroDivisionError: division by zero"),
         ("leaves", 60, "SystemExit: 3"),
         ("no_number", 60, "ValueError: could not convert string to float: 'b'"),

@@ -34,12 +34,13 @@ from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, layout_search
-from jaxtrain.planner.search.explain import aligned, amount, explained, table
+from jaxtrain.planner.search.explain import amount, explained, table
 from jaxtrain.planner.search.layout_search import Space
 from jaxtrain.planner.search.predict import Prediction, exactly, predict, with_op_times
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_model import OURS, with_allocator
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 
 DESCRIPTION = """\
@@ -182,9 +183,8 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     long. Raises UsageError or ConfigError."""
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
-        return Output(
-            advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)
-        )
+        known = hardware.load(flags.hardware) if flags.hardware else None
+        return Output(advise(flags.advise, known))
     if flags.assume not in FRAMEWORKS:
         raise UsageError(
             f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})",
@@ -213,7 +213,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         bars=picture.of_layouts(plans),
         drawn=with_op_times(best.config, best.work) if best.work.settings.ours else None,
         lines=lambda: explained(best, flags.price, flags.kwh_price),
-        heading=[*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else (),
+        heading=[*streams.aligned(cells, ">"), ""] if len(plans) > 1 else (),
     )
     return _output(flags, config, laid_out, recipe, kind, report)
 

@@ -47,7 +47,6 @@ from jaxtrain.planner.programs.topology import (
     compilers,
 )
 from jaxtrain.planner.search import layout_flag
-from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.search.predict import predict, with_op_times
 from jaxtrain.planner.search.what_if import fitting
 from jaxtrain.planner.step.memory import MemoryBreakdown
@@ -189,7 +188,7 @@ class CompileCheck:
         agrees = "within" if abs(self.error) <= AGREES else "not within"
         return [
             f"{where.text}: {devices}; {versions}: {seconds}",
-            *aligned(memory, words=1),
+            *streams.aligned(memory, "<>"),
             f"  the planner is {abs(self.error):.1%} {'below' if self.error < 0 else 'above'} the "
             f"compiler, {agrees} {AGREES:.0%}; as compiled it "
             f"{'fits' if self.fits else 'does not fit'} the {self.capacity / hardware.GIB:,.1f} "
@@ -224,7 +223,7 @@ class CompileCheck:
             ),
             ("  in all", size(compiled), size(planned), "", ""),
         ]
-        return [line.rstrip() for line in aligned(cells, words=1)]
+        return streams.aligned(cells, "<>")
 
 
 def check_topology(devices: Topology, wanted: int) -> Topology:

@@ -25,9 +25,9 @@ from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FLOAT32
 from jaxtrain.planner.search.compare import plan_at_hand
-from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.step.step_counts import CollectiveCount, StepCounts
 from jaxtrain.planner.step.step_model import layout_of, settings_of_run
+from jaxtrain.run import streams
 from jaxtrain.run.wall_clock import Phase, WallClock, start_record
 from jaxtrain.training.compiled_step import compiled_memory
 from jaxtrain.training.parameter_layout import ParameterLayout
@@ -182,4 +182,4 @@ def _table(entries: list[CollectiveCount]) -> list[str]:
         ),
         ("in all", "", "", "", "", "", f"{sum(entry.bytes for entry in entries) / MIB:,.1f}"),
     ]
-    return [f"  {line}" for line in aligned(cells, words=3)]
+    return [f"  {line}" for line in streams.aligned(cells, "<<<>")]

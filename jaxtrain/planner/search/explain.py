@@ -89,18 +89,6 @@ def _slower(prediction: Prediction, fastest: Prediction) -> str:
     )
 
 
-def aligned(cells: Sequence[Sequence[str]], words: int = 0) -> list[str]:
-    """Lines of cells in columns: the first `words` columns to the left, all others to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    sides = ["<"] * words + [">"] * (len(widths) - words)
-    return [
-        "  ".join(
-            f"{text:{side}{width}}" for text, side, width in zip(line, sides, widths, strict=True)
-        )
-        for line in cells
-    ]
-
-
 def explained(prediction: Prediction, price: float = 0, kwh_price: float = 0) -> list[str]:
     """A plan as lines of text. price, kwh_price: US dollars for a device-hour and for a
     kilowatt-hour; 0 if unknown."""
