@@ -13,7 +13,7 @@ import shlex
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorstore as ts
 from etils import epath
@@ -111,11 +111,14 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
         )
 
     def check(flags: types.SimpleNamespace) -> tuple[list[Subject], types.SimpleNamespace]:
-        count = 2 if command == "diff" else 1
+        count, what, words = (
+            (2, "two steps or runs", "A B") if command == "diff" else (1, "one folder", "DIR")
+        )
         if len(flags.words) != count and command != "mean":
-            what = "two steps or runs" if count == 2 else "one folder"
-            use = f"jaxtrain checkpoint {command} {'A B' if count == 2 else 'DIR'}"
-            raise UsageError(f"{command} is about {what}, not {len(flags.words)}", advice=use)
+            raise UsageError(
+                f"{command} is about {what}, not {len(flags.words)}",
+                advice=f"jaxtrain checkpoint {command} {words}",
+            )
         subjects = list(map(subject.find, flags.words))
         if command == "prune":
             _check_prune(subjects[0], flags)
@@ -138,10 +141,9 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
         with_words=True,
     ).words
     others = list(argv)
-    if not words:
-        return "", others
-    others.remove(words[0])
-    return words[0], others
+    if words:
+        others.remove(words[0])
+    return "".join(words[:1]), others
 
 
 # --- ls and verify --------------------------------------------------------------------------------
@@ -166,8 +168,10 @@ def ls(of: Subject, flags: types.SimpleNamespace) -> None:
     else:
         streams.log(*streams.aligned(table, "<>>><"))
     for path in of.others():
-        remark = "" if steps.BROKEN in path.name else "  not finished"
-        print(f"{path.name}  {reading.in_units(stores.size_of(path))}{remark}")
+        print(
+            f"{path.name}  {reading.in_units(stores.size_of(path))}"
+            f"{'' if steps.BROKEN in path.name else '  not finished'}"
+        )
 
 
 def _saved_at(folder: epath.Path) -> str:
@@ -205,8 +209,12 @@ def verify(of: Subject, flags: types.SimpleNamespace) -> ExitStatus:
             result = (
                 f"{len(damage)} damaged" if damage else f"complete, {reading.in_units(size)} read"
             )
-            lines = [*(f"{folder}: {why}" for why in damage), f"{folder.name}: {result}"]
-            print("\n".join(lines), flush=True)
+            print(
+                *(f"{folder}: {why}" for why in damage),
+                f"{folder.name}: {result}",
+                sep="\n",
+                flush=True,
+            )
             if damage:
                 damaged.append(folder.name)
             if newest_first:
@@ -219,8 +227,11 @@ def verify(of: Subject, flags: types.SimpleNamespace) -> ExitStatus:
             f"{of.directory} has no checkpoint to verify{', only ' * bool(others)}{others}"
         )
     result = f"{', '.join(damaged)} damaged" if damaged else "all complete"
-    count = f"{len(verified)} step{'s'[: len(verified) > 1]}"
-    print(f"verified {count}, {reading.in_units(sum(verified.values()))}: {result}", flush=True)
+    print(
+        f"verified {len(verified)} step{'s'[: len(verified) > 1]}, "
+        f"{reading.in_units(sum(verified.values()))}: {result}",
+        flush=True,
+    )
     return ExitStatus.STORAGE if damaged else ExitStatus.FINISHED
 
 
@@ -243,10 +254,7 @@ def _verify(folder: epath.Path) -> list[str] | None:
 def _step_of(of: Subject, step: int = -1) -> epath.Path:
     """The folder of the step that is meant: the only one, or that of this number, or for −1 the
     newest complete one."""
-    if of.step:
-        if step >= 0 and of.step.name != str(step):
-            present = [int(of.step.name)] if of.step.name.isdigit() else []
-            _no_such_step(f"{of.step}, which is a step", present, step)
+    if step < 0 and of.step:
         return of.step
     if step < 0:
         choice = steps.choose(of.directory, steps.TO_TRAIN)
@@ -254,16 +262,16 @@ def _step_of(of: Subject, step: int = -1) -> epath.Path:
             rest = f": {choice}" if choice.unrecognized else ""
             raise steps.CheckpointError(f"{of.directory} has no complete checkpoint{rest}")
         return of.directory / str(choice.step)
-    present = steps.step_numbers(of.directory)
-    if step not in present:
-        _no_such_step(str(of.directory), present, step)
-    return of.directory / str(step)
-
-
-def _no_such_step(place: str, present: Sequence[int], step: int) -> NoReturn:
-    nearest = min(present, key=lambda other: abs(other - step), default=-1)
-    words = f" (it has {', '.join(map(str, present))})" if present else ""
-    raise UsageError(f"--step={step} is no checkpoint of {place}{words}", {"step": nearest})
+    present = {folder.name: folder for folder in of.folders()}
+    if str(step) not in present:
+        place = f"{of.step}, which is a step" if of.step else of.directory
+        numbers = [int(name) for name in present if name.isdigit()]
+        words = f" (it has {', '.join(map(str, numbers))})" if numbers else ""
+        raise UsageError(
+            f"--step={step} is no checkpoint of {place}{words}",
+            {"step": min(numbers, key=lambda other: abs(other - step), default=-1)},
+        )
+    return present[str(step)]
 
 
 def show(of: Subject, flags: types.SimpleNamespace) -> None:
@@ -306,7 +314,6 @@ def diff(one: Subject, other: Subject, flags: types.SimpleNamespace) -> None:
         if get(a.config, path) != get(b.config, path):
             print(f"  {path}: {get(a.config, path)} → {get(b.config, path)}")
     differences: dict[str, reading.Difference] = {}
-    same = 0
     for name in sorted({*a.arrays, *b.arrays}):
         if name not in a.arrays or name not in b.arrays:
             print(f"  {name}: in {'b' if name in b.arrays else 'a'} alone")
@@ -316,14 +323,11 @@ def diff(one: Subject, other: Subject, flags: types.SimpleNamespace) -> None:
             print(f"  {name}: {kinds[0]} → {kinds[1]}")
             continue
         try:
-            difference = reading.difference(a.arrays[name], b.arrays[name])
+            differences[name] = reading.difference(a.arrays[name], b.arrays[name])
         except DatabaseError as error:
             raise steps.CheckpointError(f"{name} {error} in {a.folder} or {b.folder}") from None
-        if difference.count:
-            differences[name] = difference
-        else:
-            same += 1
-    largest = sorted(differences.items(), key=lambda item: item[1].relative, reverse=True)
+    differing = [item for item in differences.items() if item[1].count]
+    largest = sorted(differing, key=lambda item: item[1].relative, reverse=True)
     shown = largest if flags.all else largest[:LISTED]
     if shown:
         table = [("array", "largest difference", "relative", "numbers that differ")]
@@ -333,8 +337,8 @@ def diff(one: Subject, other: Subject, flags: types.SimpleNamespace) -> None:
         streams.log(*streams.aligned(table, "<>"))
     rest = f", of which {len(shown)} are listed (--all lists all)"
     print(
-        f"{len(differences)} arrays differ{rest if len(shown) < len(differences) else ''}; "
-        f"{same} are the same"
+        f"{len(differing)} arrays differ{rest if len(shown) < len(differing) else ''}; "
+        f"{len(differences) - len(differing)} are the same"
     )
 
 
@@ -362,12 +366,10 @@ def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
         )
         raise UsageError(rule, advice=f"jaxtrain checkpoint prune {words}")
     if not (flags.keep or flags.broken or flags.unfinished):
-        rule = "prune without a policy deletes nothing"
         raise UsageError(
-            rule,
+            "prune without a policy deletes nothing",
             {"keep": 3},
-            text=f"{rule}: use --keep=3 (and --keep_every, --keep_best), --broken=true or "
-            "--unfinished=true",
+            advice="(and --keep_every, --keep_best), --broken=true or --unfinished=true",
         )
 
 
@@ -404,9 +406,9 @@ def prune(of: Subject, flags: types.SimpleNamespace) -> None:
             reasons = _to_delete(of, flags)
             total = reading.in_units(sum(map(stores.size_of, reasons)))
             for folder, why in reasons.items():
-                doing = "deleting" if flags.yes else "would delete"
                 print(
-                    f"{doing} {folder} ({why}, {reading.in_units(stores.size_of(folder))})",
+                    f"{'deleting' if flags.yes else 'would delete'} {folder} ({why}, "
+                    f"{reading.in_units(stores.size_of(folder))})",
                     flush=True,
                 )
             if flags.yes:

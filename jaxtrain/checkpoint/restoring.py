@@ -58,8 +58,9 @@ def wrong_arrays(
         return "its state has fewer arrays than its config's model has layers"
     trained = f"{trained_group(config.train, average)}/"
     if trained_alone:  # whatever the optimizer: one of one's own need not be there
-        decay = config.optimizer.ema_decay
-        config = with_values(config, optimizer=OptimizerConfig(ema_decay=decay))
+        config = with_values(
+            config, optimizer=OptimizerConfig(ema_decay=config.optimizer.ema_decay)
+        )
     expected = expected_shapes(config)
     # a parameter that is too many has moments, which are named after it
     for name in sorted({*expected, *stored}, key=lambda name: (not name.startswith(trained), name)):
@@ -213,8 +214,9 @@ def mean_state(steps: Sequence[reading.OpenedStep], config: FilledConfig) -> dic
         group, _, name = array.name.partition("/")
         stored[array.name] = zeros(array)
         if group == PARAMETERS:
-            sources = [s.arrays[f"{trained_group(s.config.train)}/{name}"] for s in steps]
-            stored[array.name] = _mean(sources, array)
+            stored[array.name] = _mean(
+                [each.arrays[f"{trained_group(each.config.train)}/{name}"] for each in steps], array
+            )
     return nested(stored)
 
 
@@ -223,8 +225,12 @@ def _mean(sources: Sequence[ts.TensorStore], array: StoredArray) -> HostArray:
         index = tuple(slice(span.start, span.stop) for span in window)
         target[...] = sum(np.float64(a[index].read().result()) for a in sources) / len(sources)
 
-    blocks = [
-        (index, DeferredPiece(read, [range(s.start, s.stop) for s in index], array.dtype))
-        for index in reading.pieces(sources[0])
-    ]
-    return HostArray(array.shape, array.dtype, reading.piece_shape(sources[0]), blocks)
+    return HostArray(
+        array.shape,
+        array.dtype,
+        reading.piece_shape(sources[0]),
+        [
+            (index, DeferredPiece(read, [range(s.start, s.stop) for s in index], array.dtype))
+            for index in reading.pieces(sources[0])
+        ],
+    )

@@ -71,8 +71,9 @@ def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
     shard = SHARD.fullmatch(getattr(flags, "shard", "0/1"))
     if not shard or int(shard[1]) >= int(shard[2]):
         last = f"{int(shard[2]) - 1}/{shard[2]}" if shard and int(shard[2]) else "0/1"
-        rule = f"--shard={flags.shard} is not I/N with I from 0 to N - 1"
-        raise UsageError(rule, {"shard": last})
+        raise UsageError(
+            f"--shard={flags.shard} is not I/N with I from 0 to N - 1", {"shard": last}
+        )
 
 
 # --- prepare --------------------------------------------------------------------------------------
@@ -86,22 +87,23 @@ def prepare(config: Config, flags: types.SimpleNamespace) -> None:
             shard = prepare_shard(one.data, config.model.vocab_size, (number, count))
         if not shard.corpus:
             others = sorted({part % count for part in shard.missing})
-            print(
-                f"{shard.source}: {shard.encoded} of {shard.parts} parts encoded now, "
+            lines = [
+                f"{one.data.source}: {shard.encoded} of {shard.parts} parts encoded now, "
                 f"{len(shard.missing)} missing, those of --shard="
-                f"{', '.join(f'{other}/{count}' for other in others)}",
-                flush=True,
-            )
-            continue
-        lines = write_report(shard.corpus, config.data.sequence_length)
-        if k < len(sources):
+                f"{', '.join(f'{other}/{count}' for other in others)}"
+            ]
+        else:
+            lines = write_report(shard.corpus, config.data.sequence_length)
+        if shard.corpus and k < len(sources):
             tokens_read = sum(
                 (span.tokens_before(span.end) - span.tokens) * span.weights[k] / sum(span.weights)
                 for span in spans(config)
             )
-            epochs = tokens_read / max(len(shard.corpus.train), 1)
             weight = f"{one.name}, weight {one.weight:g}: " if one.name else ""
-            lines.append(f"  {weight}{config.train.steps:,} steps read it {epochs:.3g} times")
+            lines.append(
+                f"  {weight}{config.train.steps:,} steps read it "
+                f"{tokens_read / max(len(shard.corpus.train), 1):.3g} times"
+            )
         print("\n".join(lines), flush=True)
 
 

@@ -56,8 +56,7 @@ class Corpora:
     @property
     def checksum(self) -> str:
         """The corpus's; a digest of the names and checksums of several ones."""
-        of_one = self.checksums.get("")
-        return of_one or hashlib.sha256(repr(self.checksums).encode()).hexdigest()
+        return self.checksums.get("") or hashlib.sha256(repr(self.checksums).encode()).hexdigest()
 
     @functools.cached_property
     def validation_sets(self) -> Mapping[str, ValidationSet]:
@@ -72,11 +71,11 @@ class Corpora:
     def describe(self) -> list[str]:
         """Lines of text: the sources, and their weights in the mixture."""
         weights = in_parts([source.weight for source in self.sources])
-        names = [
-            source.name and f"{source.name}, weight {weight / PARTS:.6g} ({weight:,}/{PARTS:,}): "
-            for source, weight in zip(self.sources, weights, strict=True)
+        lines = [
+            (one.name and f"{one.name}, weight {weight / PARTS:.6g} ({weight:,}/{PARTS:,}): ")
+            + corpus.describe()
+            for (one, corpus), weight in zip(self.pairs(), weights, strict=True)
         ]
-        lines = [name + one.describe() for name, one in zip(names, self.corpora, strict=True)]
         return lines + [
             f"validation set {each.source.name}: {len(each.stream):,} tokens from "
             f"{each.corpus.source}"
@@ -122,8 +121,12 @@ def errors_of(source: MixtureSource) -> Iterator[None]:
         field, name = error.field, error.field.removeprefix("data.")
         if name == "source" or source.name:
             field = source.setting if name == "source" else f"{source.setting}.{name}"
-        nearest = error.nearest.replace("config.data.source=", f"config.{source.setting}=")
-        raise ConfigError(field, error.value, error.rule, nearest) from error
+        raise ConfigError(
+            field,
+            error.value,
+            error.rule,
+            error.nearest.replace("config.data.source=", f"config.{source.setting}="),
+        ) from error
     except DataError as error:
         if source.name and not f"{error}".startswith(source.setting):
             text = f"{error}".removeprefix("data.source=")

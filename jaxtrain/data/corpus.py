@@ -117,8 +117,10 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     """
     if not isinstance(corpus.tokenizer, ByteTokenizer) or len(corpus.train) < 2:
         return None
-    path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.txt"
-    return stored(path, lambda: _entropy_of_pairs(corpus))
+    return stored(
+        corpus.folder / f"bigram-{corpus.validation_fraction:g}.txt",
+        lambda: _entropy_of_pairs(corpus),
+    )
 
 
 def _entropy_of_pairs(corpus: Corpus) -> float:

@@ -84,11 +84,13 @@ def _draw(report: dict[str, Any], sequence_length: int, path: pathlib.Path) -> N
         axes.stairs(report[f"{what}_by_length"][shortest:], edges, fill=True, alpha=0.7)
         axes.axvline(sequence_length, color="C1")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(edges[:: len(edges) // 5 + 1])
+        axes.set(
+            xticks=edges[:: len(edges) // 5 + 1],
+            title=f"{what} by the length of the document",
+            xlabel=f"tokens in a document; orange: sequence_length={sequence_length}",
+        )
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter(EngFormatter())
-        axes.set_title(f"{what} by the length of the document")
-        axes.set_xlabel(f"tokens in a document; orange: sequence_length={sequence_length}")
     largest = sorted(report["tokens_by_file"].items(), key=lambda item: -item[1])
     rest = (f"{len(largest) - NAMED:,} more", sum(size for _, size in largest[NAMED:]))
     named = {
@@ -102,8 +104,7 @@ def _draw(report: dict[str, Any], sequence_length: int, path: pathlib.Path) -> N
         drawn = axes.barh(range(len(values)), [count for _, count in values], alpha=0.7)
         axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
         axes.set_yticks(range(len(values)), [name[-40:] for name, _ in values], parse_math=False)
-        axes.set_ylim(max(len(values), 5) - 0.5, -0.5)
+        axes.set(ylim=(max(len(values), 5) - 0.5, -0.5), title=title)
         axes.margins(x=0.3)  # for the numbers beside the bars
         axes.xaxis.set_major_formatter(EngFormatter())
-        axes.set_title(title)
     figure.savefig(files.fresh(path))

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain import cli
-from jaxtrain.config import ConfigError, UsageError, fields, get, value_text
+from jaxtrain.config import ConfigError, UsageError, fields, get, own_code, value_text
 from jaxtrain.config.flags import Flag
-from jaxtrain.config.own_code import OwnCodeError
 from jaxtrain.experiments.run_folder import RunFolder, read_run
 from jaxtrain.run import files, streams
 from jaxtrain.run.metrics import METRICS, VALIDATION_LOSS, short
@@ -53,8 +52,9 @@ def check(flags: types.SimpleNamespace) -> tuple[list[RunFolder], pathlib.Path]:
         raise UsageError("no run is named", advice="jaxtrain compare RUN …")
     out = pathlib.Path(flags.out)
     if out.suffix not in PICTURES:
-        rule = f"--out={flags.out!r} does not end in {', '.join(PICTURES)}"
-        raise UsageError(rule, {"out": PICTURE})
+        raise UsageError(
+            f"--out={flags.out!r} does not end in {', '.join(PICTURES)}", {"out": PICTURE}
+        )
     cli.check_output("out", flags.out, PICTURE)
     return list(map(read_run, flags.words)), out
 
@@ -117,8 +117,9 @@ def draw(runs: Sequence[RunFolder], path: pathlib.Path) -> pathlib.Path | None:
         for k, run in enumerate(runs):
             scale = unit or _flops_per_token(run)
             axes.plot(*_points(run, "loss", over, scale), color=colours(k), label=label(run))
-            of_validation = _points(run, VALIDATION_LOSS, over, scale)
-            axes.plot(*of_validation, "o--", markersize=3, color=colours(k))
+            axes.plot(
+                *_points(run, VALIDATION_LOSS, over, scale), "o--", markersize=3, color=colours(k)
+            )
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(files.fresh(path))
     return path
@@ -142,9 +143,10 @@ def _flops_per_token(run: RunFolder) -> float:
     from jaxtrain.planner.for_training import model_of
 
     try:
-        model = model_of(run.config.fill().model, run.config.data.sequence_length)
-        return model.training_flops_per_token()
-    except (ConfigError, OwnCodeError):
+        return model_of(
+            run.config.fill().model, run.config.data.sequence_length
+        ).training_flops_per_token()
+    except (ConfigError, own_code.OwnCodeError):
         return math.nan
 
 

@@ -83,5 +83,7 @@ def _attend(
     if status := process.wait():
         said = output.read_text(errors="replace").strip().rpartition("\n")[2]
         why = said.removeprefix("error: ") if status > 0 else f"by signal {-status}"
-        rest = f"jaxtrain track {output.parents[1]} --to={name} sends it the rest"
-        log(f"warning: the tracker {name} has ended ({why}): {rest}")
+        log(
+            f"warning: the tracker {name} has ended ({why}): jaxtrain track {output.parents[1]} "
+            f"--to={name} sends it the rest"
+        )

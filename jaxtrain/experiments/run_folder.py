@@ -42,5 +42,7 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
         return RunFolder(path, load_recipe(path / CONFIG_FILE), read_metrics(path))
     except (RecipeError, OSError) as error:
         why = error.rule if isinstance(error, RecipeError) else error
-        rule = f"{str(path)!r} is not the folder of a run: {why}"
-        raise UsageError(rule, advice="the --workdir of jaxtrain train") from error
+        raise UsageError(
+            f"{str(path)!r} is not the folder of a run: {why}",
+            advice="the --workdir of jaxtrain train",
+        ) from error

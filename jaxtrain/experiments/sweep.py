@@ -4,7 +4,8 @@ by settings.
     SWEEP/learning_rate=1e-3,width=64/    a run's folder, trained by `jaxtrain train`
         output.log                        what its processes have said
     SWEEP/sweep.jsonl                     how each process has ended, and what its run has reached:
-                                          of a run the last line counts
+                                          of a run the last line counts, of those that went on
+                                          the longest
     SWEEP/table.txt, sweep.png            the table, and losses over steps and over settings
 
     sweep ─┬─ python -m jaxtrain.train … --workdir=SWEEP/learning_rate=1e-3,width=64
@@ -35,7 +36,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain import cli, config as cfg, launch, train_command
-from jaxtrain.config import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, Reading, read_flags
 from jaxtrain.devices import cluster_environment
 from jaxtrain.experiments.run_folder import read_run
@@ -114,6 +114,7 @@ class SweepRun(NamedTuple):
         losses = {
             metric: values[metric]
             for values in read_metrics(self.folder)
+            if values["step"] <= self.steps // cut  # with another --halving it went beyond
             for metric in REACHED
             if isinstance(values.get(metric), (int, float))
         }
@@ -173,8 +174,11 @@ def plan_sweep(reading: Reading) -> tuple[types.SimpleNamespace, list[SweepRun]]
     ]
     for settings in settings_of_runs(flags.grid, flags.random, flags.seed):
         folder = pathlib.Path(flags.workdir, name_of(settings))
-        own = (f"--config.{path}={text}" for path, text in settings.items())
-        words = [*of_all, *own, f"--workdir={folder}"]
+        words = [
+            *of_all,
+            *(f"--config.{path}={text}" for path, text in settings.items()),
+            f"--workdir={folder}",
+        ]
         # the machine that lists runs need not have their devices
         config, _ = cli.parse(words, "", train_command.FLAGS, uses_devices=not flags.list)
         if place := config.checkpoint.directory.rstrip("/"):
@@ -182,8 +186,10 @@ def plan_sweep(reading: Reading) -> tuple[types.SimpleNamespace, list[SweepRun]]
         digest = hashlib.sha256(repr(config).encode()).hexdigest()
         runs.append(SweepRun(folder, settings, words, config.train.steps, digest))
     if flags.index >= len(runs):
-        rule = f"--index={flags.index} is not below the number of runs, {len(runs)}"
-        raise UsageError(rule, {"index": len(runs) - 1})
+        raise cfg.UsageError(
+            f"--index={flags.index} is not below the number of runs, {len(runs)}",
+            {"index": len(runs) - 1},
+        )
     return flags, runs
 
 
@@ -195,11 +201,14 @@ def settings_of_runs(texts: Sequence[str], number: int, seed: int) -> list[dict[
         for path, _, values in (text.partition("=") for text in texts)
     }
     if not grid:
-        raise UsageError("a sweep has no --grid", advice="--grid optimizer.learning_rate=1e-3,2e-3")
+        raise cfg.UsageError(
+            "a sweep has no --grid", advice="--grid optimizer.learning_rate=1e-3,2e-3"
+        )
     size = number or math.prod(map(len, grid.values()))
     if size > MOST_RUNS:
-        rule = f"a sweep of {size:,} runs has more than {MOST_RUNS:,}"
-        raise UsageError(rule, advice=f"--random={MOST_RUNS}")
+        raise cfg.UsageError(
+            f"a sweep of {size:,} runs has more than {MOST_RUNS:,}", advice=f"--random={MOST_RUNS}"
+        )
     generator, combinations = random.Random(seed), itertools.product(*grid.values())
     drawn = ([draw_value(generator, v) for v in grid.values()] for _ in range(DRAWS * number))
     runs = [dict(zip(grid, each, strict=True)) for each in (drawn if number else combinations)]
@@ -241,9 +250,14 @@ def train_in_rungs(
     sweep after its rung, for it may be one of the best."""
     chosen, folder = [*runs], pathlib.Path(flags.workdir)
     fewest = min(len(runs), *(run.steps for run in runs))
-    powers = {flags.halving**rung for rung in range(MOST_RUNS.bit_length())}
-    cuts = [cut for cut in sorted(powers, reverse=True) if cut <= fewest]
-    places = environments(flags.parallel, flags.cpu_devices)
+    powers = (flags.halving**rung for rung in range(MOST_RUNS.bit_length()))
+    cuts = sorted({cut for cut in powers if cut <= fewest}, reverse=True)
+    gpus = 0 if flags.cpu_devices else cluster_environment.visible_gpus(os.environ)
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    # of the runs that are trained at the same time, at most one for a GPU
+    places = launch.environments(
+        min(flags.parallel, gpus or flags.parallel), names[:gpus], "CUDA_VISIBLE_DEVICES"
+    )
     for cut in cuts:
         waiting = [run for run, last in reached(chosen, folder, cut) if last["status"] not in ENDED]
         streams.log(f"runs to 1/{cut} of their steps: {len(chosen)}, of which {len(waiting)} now")
@@ -260,15 +274,6 @@ def train_in_rungs(
         chosen = [run for run, last in ended if last["status"] == 0][:best]
 
 
-def environments(parallel: int, cpu_devices: int) -> list[dict[str, str]]:
-    """The environment of each run that is trained at the same time, at most one for a GPU, with its
-    share of the GPUs."""
-    gpus = 0 if cpu_devices else cluster_environment.visible_gpus(os.environ)
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    processes = min(parallel, gpus or parallel)
-    return launch.environments(processes, names[:gpus], "CUDA_VISIBLE_DEVICES")
-
-
 def train(
     run: SweepRun, cut: int, places: list[dict[str, str]], signals: list[int]
 ) -> dict[str, Any] | None:
@@ -277,8 +282,8 @@ def train(
     if signals:
         return None
     environment = places.pop()  # there are as many as threads
-    words = [*launch.python("jaxtrain.train"), *run.words]
-    words += [f"--config.train.stop_at={run.steps // cut}"] * (cut > 1)
+    stop = [f"--config.train.stop_at={run.steps // cut}"] * (cut > 1)
+    words = [*launch.python("jaxtrain.train"), *run.words, *stop]
     with warned(run.folder, streams.log):
         run.folder.mkdir(exist_ok=True)
     log = LineFile(run.folder / OUTPUT, streams.log)
@@ -301,11 +306,14 @@ def reached(
     lines = (
         line
         for line in read_json_lines(folder / RECORDS)
-        if isinstance(line, dict)
-        and all(type(line.get(name)) is type(value) for name, value in NOT_ENDED.items())
+        if all(type(line.get(name)) is type(value) for name, value in NOT_ENDED.items())
         and all(isinstance(line.get(metric, 0.0), (int, float)) for metric in REACHED)
     )
-    records = {line["digest"]: line for line in lines if cut in (0, line["cut"])}
+    records = {
+        line["digest"]: line
+        for line in sorted(lines, key=lambda line: -line["cut"])  # the furthest of a run is last
+        if cut in (0, line["cut"])
+    }
     # a run whose folder was removed has no record
     pairs = [(r, records.get(r.digest if r.folder.exists() else "", NOT_ENDED)) for r in runs]
     return sorted(pairs, key=lambda pair: (pair[1]["status"] != 0, pair[1]["cut"], score(pair[1])))
@@ -343,15 +351,14 @@ def draw(pairs: Sequence[tuple[SweepRun, Mapping[str, Any]]], path: pathlib.Path
     for run, _ in pairs:
         curves.plot(*zip(*read_run(run.folder).curve("loss"), strict=True))
     for axes, setting in zip(panels, settings, strict=True):
-        texts = [run.settings[setting] for run, _ in pairs]
-        numbers = [*map(cfg.number, texts)]
-        values = texts if None in numbers else numbers
+        numbers = [cfg.number(run.settings[setting]) for run, _ in pairs]
         lines: dict[str, list[tuple[Any, float]]] = {}
-        for (run, record), value in zip(pairs, values, strict=True):
+        for (run, record), number in zip(pairs, numbers, strict=True):
+            value = run.settings[setting] if None in numbers else number
             others = {path: text for path, text in run.settings.items() if path != setting}
             lines.setdefault(name_of(others), []).append((value, score(record)))
-        scale = "log" if all(value and value > 0 for value in numbers) else "linear"
-        axes.set(title="last loss", xlabel=setting, xscale=scale)
+        is_positive = all(number and number > 0 for number in numbers)
+        axes.set(title="last loss", xlabel=setting, xscale="log" if is_positive else "linear")
         for name, points in lines.items():
             axes.plot(*zip(*sorted(points), strict=True), "o-", label=name)
         if 1 < len(lines) <= MOST_NAMED:

@@ -175,12 +175,14 @@ def trackio_run(run: RunFolder, run_id: str) -> types.SimpleNamespace:
         config=to_dict(run.config),
         resume="allow",
     )
-
-    def log(step: int, numbers: dict[str, float]) -> None:
+    return types.SimpleNamespace(
+        last=session._next_step - 1,
         # "time" is a name of trackio's own
-        session.log({k: v for k, v in numbers.items() if k != "time"}, step)
-
-    return types.SimpleNamespace(last=session._next_step - 1, log=log, close=session.finish)
+        log=lambda step, numbers: session.log(
+            {name: number for name, number in numbers.items() if name != "time"}, step
+        ),
+        close=session.finish,
+    )
 
 
 def mlflow_run(run: RunFolder, run_id: str) -> types.SimpleNamespace:

@@ -71,13 +71,12 @@ def state_on_disk(step: Step) -> Iterator[None]:
     process must call this. Raises StateFileError in all of them."""
     # The layout has this object from the beginning, because the state's shapes name it; the file
     # is opened only for a run, not for a dry run.
-    file = step.layout.disk
-    if not file:
-        yield
-        return
-    with contextlib.closing(file):
-        cluster.in_all(file.open, StateFileError)
-        cluster.log(file.describe())
+    if file := step.layout.disk:
+        with contextlib.closing(file):
+            cluster.in_all(file.open, StateFileError)
+            cluster.log(file.describe())
+            yield
+    else:
         yield
 
 
@@ -104,8 +103,10 @@ class Fork:
         zeros = lambda a: a if is_on_disk(a) else host_memory.zeros(a)
         if inherits == "moments":
             # The learning rate begins anew; what moments know of their age stays with them.
-            rate = jax.tree.map(zeros, abstract.optimizer[-1])
-            arrays["optimizer"] = (*arrays["optimizer"][:-1], rate)
+            arrays["optimizer"] = (
+                *arrays["optimizer"][:-1],
+                jax.tree.map(zeros, abstract.optimizer[-1]),
+            )
         rest: Any = dataclasses.replace(abstract, **dict.fromkeys(arrays, None))  # type: ignore[arg-type]
         rest = jax.tree.map(zeros, rest, is_leaf=is_on_disk)
         return with_working(step.layout, dataclasses.replace(rest, **arrays))
@@ -202,8 +203,10 @@ def open_origin(chosen: ChosenStep) -> tuple[ChosenStep, RunOrigin]:
         return chosen, None
     # Opened, which checks files and names, and not yet read: that takes the state's layout.
     weights = importing.open_together(config)
-    name, size = config.data.tokenizer, config.model.vocab_size
-    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, name, size), RunError)
+    run = cluster.in_all(
+        lambda: tokenizer_of_run(weights.published, config.data.tokenizer, config.model.vocab_size),
+        RunError,
+    )
     cluster.log(*(f"note: {note}" for note in run.notes))
     return chosen, weights
 

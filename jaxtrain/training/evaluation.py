@@ -59,8 +59,11 @@ class Evaluation:
 
     def start_compiling(self) -> concurrent.futures.Future[Compiled]:
         """Traces the program and begins to compile it. Returns the future of the result."""
-        lowered = self._evaluate.lower(self._params, self._batch)
-        self._compiling = self._executor.submit(cluster.compile_everywhere, "evaluation", lowered)
+        self._compiling = self._executor.submit(
+            cluster.compile_everywhere,
+            "evaluation",
+            self._evaluate.lower(self._params, self._batch),
+        )
         return self._compiling
 
     def losses(self, params: dict) -> dict[str, float]:

@@ -202,7 +202,7 @@ def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     assert wrong_arrays(meta, {**stored, **more}, trained_alone=True) == ""  # moments are not used
 
 
-@pytest.mark.parametrize("name", ["lion", "adafactor"])
+@pytest.mark.parametrize("name", ["lion", "adafactor", "muon"])
 def test_the_state_of_every_optimizer_on_another_mesh(tmp_path, name):
     """Saved with padded stacks and vocabulary, restored on another mesh and saved there: the same
     arrays, bit for bit, as the first save has."""

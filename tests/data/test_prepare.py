@@ -339,6 +339,20 @@ def test_bad_records_are_counted_and_said_again(config, write, capsys):
     )
 
 
+def test_a_prepared_corpus_keeps_its_bad_records(config, write, tmp_path):
+    """Those of a file whose number is above that of the corpus's own files, too."""
+    for i in range(8):
+        path = write(f"texts/{i}.jsonl", '{"text": "a"}\n')
+    path.write_text('{"text": "a"}\noops\n')
+    first = prepare(config(source=path.parent, bad_records="skip"), 257, progress=False)
+    (place,) = first.skipped.places
+    assert place.startswith(f"{path}:2: not valid JSON: ")
+    shutil.copytree(first.folder, tmp_path / "copy")
+    for _ in range(2):  # prepared, then found in the cache
+        corpus = prepare(config(source=tmp_path / "copy"), 257, progress=False)
+        assert corpus.checksum == first.checksum and corpus.skipped == first.skipped
+
+
 def test_nothing_bad_is_the_same_corpus(config, write):
     path = write("a.jsonl", '{"text": "a"}\n')
     checksums = {

@@ -184,6 +184,16 @@ def test_halving(run, folder):
     assert table(run(rates, "--halving=3")[1]) == table(lines)
 
 
+def test_another_halving(run, folder):
+    """A run that is beyond the rung already is ranked by its loss at the rung's end, and the table
+    has the furthest that it came."""
+    run("--grid=optimizer.learning_rate=3.9")
+    _, lines = run("--grid=optimizer.learning_rate=3.9,4.05", "--halving=2")
+    assert "1, of which 1 now" in [line for line in lines if "of their steps" in line][1]
+    words = [line.split()[:3] for line in table(lines)[1:3]]
+    assert words == [["4.05", "8", "0.175"], ["3.9", "8", "0.225"]]
+
+
 def test_parallel_runs_share_the_gpus(run, folder, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,8,9")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -138,9 +138,8 @@ def plain_optimizer(cfg: Config) -> optax.GradientTransformation:
 
 
 def _muon(cfg: Config) -> optax.GradientTransformation:
-    """optax's, of matrices that stand side by side in an array as separate ones. Without decay of
-    weights: optax's Adam would let norms decay with tables."""
-    assert not cfg.optimizer.weight_decay
+    """optax's, of matrices that stand side by side in an array as separate ones. Tables decay on
+    their own: optax's Adam would let norms decay with them."""
     of, model = cfg.optimizer, cfg.model
 
     def of_head(array, heads: int, *widths: int) -> list:
@@ -164,13 +163,18 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
         by_head = [part.reshape(len(like), heads, -1) for part in parts]
         return jax.numpy.concatenate(by_head, -1).reshape(like.shape)
 
+    def a_table(path) -> bool:
+        return any(word in jax.tree_util.keystr(path) for word in ("table", "positions"))
+
     def numbers(path, a):
-        name = jax.tree_util.keystr(path)
-        if a.ndim < 2 or "biases" in name or "table" in name or "positions" in name:
+        if a.ndim < 2 or "biases" in jax.tree_util.keystr(path) or a_table(path):
             return None
         return optax.contrib.MuonDimensionNumbers(a.ndim - 2, a.ndim - 1)
 
     rate = learning_rate(of, cfg.train.steps)
+    of_rest = lambda count: (
+        rate(count) * (of.adamw_learning_rate or of.learning_rate) / of.learning_rate
+    )
     inner = optax.contrib.muon(
         rate,
         ns_steps=of.muon_iterations,
@@ -178,9 +182,8 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
         eps=of.epsilon,
         adam_b1=of.b1,
         adam_b2=of.b2,
-        adam_learning_rate=lambda count: (
-            rate(count) * (of.adamw_learning_rate or of.learning_rate) / of.learning_rate
-        ),
+        adam_learning_rate=of_rest,
+        weight_decay=of.weight_decay,
         muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(
             numbers, params
         ),
@@ -189,10 +192,16 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
     split = lambda tree: jax.tree_util.tree_map_with_path(apart, tree)
 
     def update(gradients, state, params):
-        updates, state = inner.update(split(gradients), state, split(params))
-        return jax.tree.map(together, params, updates, is_leaf=lambda a: hasattr(a, "shape")), state
+        count, of_inner = state
+        updates, of_inner = inner.update(split(gradients), of_inner, split(params))
+        updates = jax.tree.map(together, params, updates, is_leaf=lambda a: hasattr(a, "shape"))
+        decay = of_rest(count) * of.weight_decay
+        updates = jax.tree_util.tree_map_with_path(
+            lambda path, u, p: u - decay * p if a_table(path) else u, updates, params
+        )
+        return updates, (count + 1, of_inner)
 
-    return optax.GradientTransformation(lambda params: inner.init(split(params)), update)
+    return optax.GradientTransformation(lambda params: (0, inner.init(split(params))), update)
 
 
 def by_layer(tree: dict) -> dict:

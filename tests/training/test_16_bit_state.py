@@ -146,6 +146,7 @@ LAYOUTS = {
         (1, 1, 4),
         changes=ADAFACTOR | {"train.on_nonfinite": "skip", "parallel.zero": 0},
     ),
+    "muon": Case((2, 1, 2), changes={"optimizer.name": "muon", "parallel.zero": 3}),
     "lion": Case((4, 1, 1), changes={"optimizer.name": "lion", "optimizer.learning_rate": 3e-4}),
 }
 OF_MESHES = {f"{form}: {layout}": (form, layout) for form in FORMS for layout in LAYOUTS}
@@ -162,7 +163,8 @@ def of_one_device(cfg: configs.Config) -> plain_loop.Run:
 def test_a_mesh_rounds_as_one_device(case):
     """In float32, sums in another order differ by 1e-6, so one number in 10⁴ is rounded to its
     other neighbour: the numbers of 16 bits are the same but for one in a hundred (a sign of lion's
-    turns where a gradient is rounding alone), and so are the losses to 1e-3."""
+    turns where a gradient is rounding alone, and Muon makes small singular values large), and so
+    are the losses to 1e-3."""
     form, layout = OF_MESHES[case]
     clipped = {"optimizer.clip_norm": plain_loop.CLIP}
     cfg = LAYOUTS[layout].config(clipped | FORMS[form] | small.PLAIN_LAYER)
@@ -189,7 +191,7 @@ def test_a_mesh_rounds_as_one_device(case):
         strict=True,
     ):
         if a.dtype == jnp.bfloat16:
-            assert (a != b).mean() < 0.02, jax.tree_util.keystr(path)
+            assert (a != b).mean() < (0.05 if "muon" in case else 0.02), jax.tree_util.keystr(path)
             moved = (a != before.astype(a.dtype)).mean()
             assert moved > 0.1, f"{jax.tree_util.keystr(path)} moved in {moved:.0%} of its numbers"
 

@@ -21,8 +21,9 @@ from support.crossing import across, bytes_sent
 from support.small import Case
 
 from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
-from jaxtrain.devices.mesh import REPLICA, make_mesh
+from jaxtrain.devices.mesh import AXES, REPLICA, make_mesh
 from jaxtrain.models import transformer
+from jaxtrain.models.spec import is_spec
 from jaxtrain.parallel import replicas
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.training.one_step import combine_replicas, step_metrics
@@ -124,7 +125,13 @@ def plain_step(cfg: Config):
         "layers": parts.specs["layer"],
         "head": parts.specs["head"],
     }
-    optimizer = Optimizer(cfg.optimizer, cfg.train.steps, specs)
+    one_device = make_mesh((1,) * len(AXES), jax.devices()[:1])
+    scattered = lambda s, lead=0: NamedSharding(one_device, P(*[None] * (lead + len(s.shape))))
+    layouts = jax.tree.map(scattered, specs, is_leaf=is_spec)
+    layouts["layers"] = jax.tree.map(
+        functools.partial(scattered, lead=1), specs["layers"], is_leaf=is_spec
+    )
+    optimizer = Optimizer(cfg.optimizer, cfg.train.steps, specs, scattered=layouts)
 
     def mean_loss(params, batch):
         losses = optax.softmax_cross_entropy_with_integer_labels(
@@ -195,6 +202,7 @@ CASES = {
 MORE = {
     "data 2, model 2, zero 3": Case((2, 1, 2), changes={"parallel.zero": 3}),
     "data 2, stage 2, interleaved": Case((2, 2, 1), "interleaved", 2, 4),
+    "muon": Case((2, 1, 2), changes={"optimizer.name": "muon", "parallel.zero": 2}),
     "4 replicas, data 2, zero 0": Case(
         (2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 0, "data.batch_size": 32}
     ),

@@ -31,7 +31,10 @@ LATENT = {
     "model.value_head_dim": 5,
 }
 CASES = {
-    "data, stage and model": Case((2, 2, 2), changes={"parallel.zero": 3, "model.layers": 3}),
+    "data, stage and model": Case(
+        (2, 2, 2),
+        changes={"parallel.zero": 3, "model.layers": 3, "optimizer.weight_decay": 3.0},
+    ),
     "one device": Case((1, 1, 1)),
     "data": Case((2, 1, 1), changes={"parallel.zero": 2}),
     "stage": Case((1, 2, 1)),
@@ -48,7 +51,10 @@ CASES = {
     "prime widths, more devices than matrices": Case(
         (8, 1, 1), changes={"model.layers": 1, "model.mlp_width": 31, "parallel.zero": 3}
     ),
-    "offload": Case((2, 2, 1), changes={"parallel.offload": "optimizer"}),
+    "offload, decay": Case(
+        (2, 2, 1), changes={"parallel.offload": "optimizer", "optimizer.weight_decay": 3.0}
+    ),
+    "5 layers on 8 devices": Case((8, 1, 1), changes={"model.layers": 5}),
     "sharded ends": Case((4, 1, 2), changes={"parallel.ends": "sharded", "model.mtp_depth": 1}),
 }
 DEFAULT = ["data, stage and model"]
@@ -125,34 +131,34 @@ def collectives_in_loops(text: str) -> list[str]:
     ],
 )
 def test_every_block_travels_once(sizes, units, devices, rounds):
-    dealt = deal(sizes, units, devices)
-    assert len(dealt.rounds) == rounds
-    messages = np.concatenate([table.ravel() for table, *_ in dealt.rounds])
-    np.testing.assert_array_equal(messages[dealt.places], np.arange(len(dealt.places)))
-    assert len(dealt.places) * dealt.block == np.dot(sizes, units)
-    numbers = np.sum([numbers for *_, numbers in dealt.rounds], (0, 2))
+    block, places, in_rounds = deal(sizes, units, devices)
+    assert len(in_rounds) == rounds
+    messages = np.concatenate([table.ravel() for table, *_ in in_rounds])
+    np.testing.assert_array_equal(messages[places], np.arange(len(places)))
+    assert len(places) * block == np.dot(sizes, units)
+    numbers = np.sum([numbers for *_, numbers in in_rounds], (0, 2))
     np.testing.assert_array_equal(numbers, units)
-    first = np.cumsum([0, *np.multiply(sizes, units)]) // dealt.block
+    first = np.cumsum([0, *np.multiply(sizes, units)]) // block
     loads = np.zeros(devices)
-    for table, begins, numbers in dealt.rounds:
+    for table, begins, numbers in in_rounds:
         for a, device in np.ndindex(begins.shape):
-            length = sizes[a] // dealt.block
+            length = sizes[a] // block
             for i in range(numbers[a, device]):
                 at = begins[a, device] + i * length
                 unit = table[device, at : at + length]
                 np.testing.assert_array_equal(unit, unit[0] + np.arange(length))
                 assert first[a] <= unit[0] < first[a + 1] and (unit[0] - first[a]) % length == 0
                 loads[device] += length
-    longest = sum(table.shape[1] for table, *_ in dealt.rounds)
+    longest = sum(table.shape[1] for table, *_ in in_rounds)
     assert longest <= MOST_PADDING * loads.max()
-    fair = max(loads.mean(), max(sizes) / dealt.block)
-    assert loads.max() <= fair + max(sizes) / dealt.block
+    fair = max(loads.mean(), max(sizes) / block)
+    assert loads.max() <= fair + max(sizes) / block
 
 
 def test_blocks_of_primes_do_not_make_a_table_of_numbers():
-    dealt = deal([1_000_003, 999_983], [7, 5], 4)
-    assert len(dealt.places) < 2**17
-    padded = len(dealt.places) * dealt.block
+    block, places, _ = deal([1_000_003, 999_983], [7, 5], 4)
+    assert len(places) < 2**17
+    padded = len(places) * block
     assert padded <= 1.01 * (7 * 1_000_003 + 5 * 999_983)
 
 

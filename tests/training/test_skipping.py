@@ -23,6 +23,9 @@ MORE = {
     "data 2, stage 2, zero 3, adafactor": Case(
         (2, 2, 1), changes=ADAFACTOR | {"parallel.zero": 3, "model.layers": 3}
     ),
+    "data 2, model 2, zero 3, muon": Case(
+        (2, 1, 2), changes={"optimizer.name": "muon", "parallel.zero": 3, "model.layers": 2}
+    ),
     "data 2, model 2, lion": Case((2, 1, 2), changes={"optimizer.name": "lion"}),
     "data 2, zero 2, offload, experts": Case((2, 1, 1), changes=OFFLOAD | EXPERTS),
     "one device": Case((1, 1, 1)),

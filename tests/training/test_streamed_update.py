@@ -93,11 +93,20 @@ def test_the_same_training_bit_for_bit(tmp_path, monkeypatch, case):
         np.testing.assert_array_equal(a, b)
 
 
+OTHERS = {
+    "adafactor": Case(
+        (2, 1, 1), changes={"optimizer.name": "adafactor", "optimizer.factored_size": 4}
+    ),
+    "muon": Case((2, 1, 2), changes={"optimizer.name": "muon", "parallel.zero": 3}),
+}
+
+
 @pytest.mark.full
-def test_adafactor_but_for_the_last_bit(tmp_path):
-    """Its means over rows and columns are sums of one layer here, and of a stack in the other."""
-    changes = {"optimizer.name": "adafactor", "optimizer.factored_size": 4}
-    case = Case((2, 1, 1), changes=changes)
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_but_for_the_last_bit(tmp_path, name):
+    """Adafactor's means over rows and columns are sums of one layer here, and of a stack in the
+    other; Muon's matrices are dealt out layer by layer."""
+    case = OTHERS[name]
     (metrics, state), (expected, of_plain) = (trained(case, path) for path in (str(tmp_path), ""))
     for of_step, in_plain in zip(metrics, expected, strict=True):
         assert of_step.keys() == in_plain.keys()

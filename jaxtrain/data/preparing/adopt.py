@@ -1,7 +1,6 @@
 """A source that is a prepared corpus → a prepared folder, which has its index and its description;
 tokens and mask are read where they lie."""
 
-import hashlib
 import json
 import os
 import pathlib
@@ -13,7 +12,7 @@ import numpy as np
 
 from jaxtrain.config.sources import Source
 from jaxtrain.data.preparing import cache
-from jaxtrain.data.preparing.corpus_writer import INFO, corpus_checksum
+from jaxtrain.data.preparing.corpus_writer import INFO, corpus_checksum, sha256
 from jaxtrain.data.reading.bad_records import BadFile
 from jaxtrain.data.reading.compressed import open_input
 from jaxtrain.data.tokenizer import DataError, Tokenizer
@@ -64,11 +63,9 @@ def adopt_corpus(folder: pathlib.Path, data: Any, source: Source, tokenizer: Tok
                 f"{source.place}/{name}: has {has}, and by {INFO} {size:,} bytes: copy it again"
             )
     # by parts, since many documents have an index of gigabytes
-    with open_input(files[INDEX].path) as stream, open(folder / INDEX, "xb+") as copy:
+    with open_input(files[INDEX].path) as stream, open(folder / INDEX, "xb") as copy:
         shutil.copyfileobj(stream, copy, CHUNK)
-        copy.seek(0)
-        digest = hashlib.file_digest(copy, "sha256").hexdigest()
-    if digest != index_checksum:
+    if sha256(folder / INDEX) != index_checksum:
         raise BadFile(f"{files[INDEX].path}: damaged: its checksum is not that in {INFO}")
     info |= {"of": folder.name.partition(cache.UNFINISHED)[0], "prepared": time.time()}
     (folder / INFO).write_text(json.dumps(info, indent=1) + "\n")

@@ -28,6 +28,12 @@ def corpus_checksum(parts: dict[str, str], dtype: str, tokenizer: Tokenizer) -> 
     return hashlib.sha256(content.encode()).hexdigest()
 
 
+def sha256(path: str | pathlib.Path) -> str:
+    """The sha256 of a file's content, as hexadecimal."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 class CorpusWriter:
     """Appends arrays to the files of a prepared folder, and computes their checksums. The first
     array makes a file."""
@@ -94,8 +100,10 @@ class ReadingProgress:
         self._read, self._done, now = self._read + read, self._done + size, time.perf_counter()
         seconds = (now - self._began) * (self._total / max(self._done, 1) - 1)
         left = f", {duration(seconds)} left" if seconds > SHORT else ""
-        part = f"{self._done / max(self._total, 1):.0%} of {_amount(self._total)}"
-        text = f"{self._doing} {self._name}: {part}, {self._speed()}{left}"
+        text = (
+            f"{self._doing} {self._name}: {self._done / max(self._total, 1):.0%} of "
+            f"{_amount(self._total)}, {self._speed()}{left}"
+        )
         self._line.draw(text)
         if self._shown and not self._line.is_live and now - self._logged > EVERY:
             self._logged = now
@@ -108,9 +116,10 @@ class ReadingProgress:
         """Logs the size of the corpus and the speed."""
         self._line.clear()
         if self._shown:
-            what = f"{_amount(self._read)}, {documents:,} documents, {tokens:,} tokens"
-            seconds = time.perf_counter() - self._began
-            streams.log(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
+            streams.log(
+                f"prepared {self._name}: {_amount(self._read)}, {documents:,} documents, "
+                f"{tokens:,} tokens in {time.perf_counter() - self._began:.1f} s, {self._speed()}"
+            )
 
     def close(self) -> None:
         self._line.clear()

@@ -54,8 +54,7 @@ def with_keys(
         if piece.ends:
             content += text.digest() + (_bands(words) if words else b"")
             text, words = hashlib.blake2b(digest_size=8), minhash()
-    by_document = np.frombuffer(content, "<u8").reshape(-1, KEYS[duplicates])
-    store(by_document.T.ravel())
+    store(np.frombuffer(content, "<u8").reshape(-1, KEYS[duplicates]).T.ravel())
 
 
 def _minhash() -> Any:

@@ -167,8 +167,9 @@ def _grown(left: Encoded, begin: int, results: Iterator[Encoded], tokenizer: Tok
     while piece.goes_on and len(piece.text) < 2 * len(left.pieces[-1].text):
         right = next(results)
         following = right.pieces[0]
-        text, size = piece.text + following.text[SHARED:], piece.size + following.size
-        piece = following._replace(text=text, size=size)
+        piece = following._replace(
+            text=piece.text + following.text[SHARED:], size=piece.size + following.size
+        )
     if len(piece.text) <= LONGEST:
         pieces, agreed = [*left.pieces[:-1], piece, *right.pieces[1:]], 3 * begin // 2
         grown = _encode(pieces, left.begins, tokenizer, left.ids.dtype)
@@ -203,6 +204,13 @@ def _encode(task: list[TextPiece], begins: bool, tokenizer: Tokenizer, dtype: np
     ids[is_text] = flat
     mask = np.repeat(np.array([piece.counts for piece in task], np.uint8), lengths)
     texts[-1] = texts[-1][: -SHARED if goes_on else None]
-    text = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-    size = sum(piece.size for piece in task)
-    return Encoded(task, begins, ids, stops, mask, shared, text, size)
+    return Encoded(
+        task,
+        begins,
+        ids,
+        stops,
+        mask,
+        shared,
+        text=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
+        size=sum(piece.size for piece in task),
+    )

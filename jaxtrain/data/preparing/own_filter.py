@@ -48,5 +48,8 @@ def _decision(function: Callable[[str], object], text: str, setting: str) -> boo
         inside = error.__traceback__ and error.__traceback__.tb_next
         file = inside.tb_frame.f_code.co_filename if inside else setting
         raises = f"{os.path.basename(file)}{own_code.line_in(file, error)} raises {error!r}"
-        rule = f"fails: {one_line(raises)}, for the document that begins with {text[:40]!r}"
-        raise ConfigError("data.filter", setting, rule) from error
+        raise ConfigError(
+            "data.filter",
+            setting,
+            f"fails: {one_line(raises)}, for the document that begins with {text[:40]!r}",
+        ) from error

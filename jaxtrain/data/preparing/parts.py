@@ -18,7 +18,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ import numpy as np
 from jaxtrain.config.sources import File, Source
 from jaxtrain.data.corpus import CHUNK
 from jaxtrain.data.preparing import duplicates, own_filter
-from jaxtrain.data.preparing.corpus_writer import INFO, CorpusWriter, ReadingProgress
+from jaxtrain.data.preparing.corpus_writer import INFO, CorpusWriter, ReadingProgress, sha256
 from jaxtrain.data.preparing.encode import encode
 from jaxtrain.data.reading import documents
 from jaxtrain.data.reading.bad_records import Skipped
@@ -117,8 +116,9 @@ def encode_part(
     tokens = count = text = 0
     with contextlib.closing(CorpusWriter(folder)) as writer:
         if data.duplicates != "keep":
-            store = functools.partial(writer.append, "keys")
-            texts = duplicates.with_keys(texts, data.duplicates, store)
+            texts = duplicates.with_keys(
+                texts, data.duplicates, functools.partial(writer.append, "keys")
+            )
         writer.append("documents", np.zeros(1, "<i8"))
         writer.append("tokens", np.zeros(0, dtype))
         for encoded in encode(texts, tokenizer, dtype):
@@ -166,16 +166,11 @@ def open_part(part: Part, folder: pathlib.Path) -> StoredPart | None:
         written = os.stat(folder / INFO).st_mtime_ns
         for name, checksum in info["parts"].items():
             path = folder / f"{name}.bin"
-            if os.stat(path).st_ctime_ns > written and _sha256(path) != checksum:
+            if os.stat(path).st_ctime_ns > written and sha256(path) != checksum:
                 return None
         return StoredPart(part, folder, info) if info["of"] == folder.name else None
     except (AttributeError, OSError, KeyError, TypeError, ValueError):
         return None
-
-
-def _sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def join(
@@ -188,8 +183,9 @@ def join(
 ) -> None:
     """Writes the corpus of all parts of a source, in their order, into a folder. name: the
     source's, for the line of progress. Raises DataError if there are no documents."""
-    dtype = dtype_of(tokenizer)
-    types = {"tokens": dtype} | ({"mask": np.dtype(np.uint8)} if data.loss_mask else {})
+    types = {"tokens": dtype_of(tokenizer)} | (
+        {"mask": np.dtype(np.uint8)} if data.loss_mask else {}
+    )
     skipped, tokens, count = Skipped(), 0, 0
     left_out: collections.Counter[str] = collections.Counter()
     by_file: collections.Counter[str] = collections.Counter()  # documents
@@ -241,8 +237,9 @@ def documents_kept(
     counts = [one.info["documents"] for one in stored]
     if data.duplicates == "keep":
         return [np.ones(count, bool) for count in counts]
-    files = [one.folder / "keys.bin" for one in stored]
-    exact, near = duplicates.repeated(files, duplicates.KEYS[data.duplicates]).T
+    exact, near = duplicates.repeated(
+        [one.folder / "keys.bin" for one in stored], duplicates.KEYS[data.duplicates]
+    ).T
     left_out["exact"] += int(exact.sum())
     left_out["near"] += int((near & ~exact).sum())
     return np.split(~(exact | near), np.cumsum(counts)[:-1])
@@ -276,5 +273,7 @@ def _no_documents(
     elif skipped.count:
         why = f"{skipped.count:,} bad records were left out, first {skipped.places[0]}"
     use = f": use {skipped.settings}" if skipped.settings else ""
-    path = stored[0].part.source.files[0].path
-    return DataError(f"{path}:1: no documents in data.source={data.source}: {why}{use}")
+    return DataError(
+        f"{stored[0].part.source.files[0].path}:1: no documents in data.source={data.source}: "
+        f"{why}{use}"
+    )

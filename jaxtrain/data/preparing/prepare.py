@@ -32,6 +32,7 @@ sequences, cache.py has the cache's folders. `data` below is the config's group 
 import concurrent.futures
 import contextlib
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
@@ -54,6 +55,7 @@ from jaxtrain.data.preparing.corpus_writer import (
     INFO,
     ReadingProgress,
     corpus_checksum,
+    sha256,
 )
 from jaxtrain.data.preparing.encode import cores
 from jaxtrain.data.preparing.index_tokens import index_tokens
@@ -104,9 +106,10 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         corpus = Preparation(data, vocab_size, progress).corpus()
     if progress:
         if corpus.prepared < began:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
             streams.log(
-                f"{corpus.source} is taken from the cache, prepared at {when}: {corpus.folder}"
+                f"{corpus.source} is taken from the cache, prepared at "
+                f"{datetime.datetime.fromtimestamp(corpus.prepared):%Y-%m-%d %H:%M:%S}: "
+                f"{corpus.folder}"
             )
         streams.log(
             *corpus.skipped.lines(corpus.source, corpus.folder / INFO),
@@ -119,14 +122,12 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
 class ShardReport:
     """What a shard of a preparation has done.
 
-    source: the source's name
     parts: the number of parts that the source has
     encoded: how many of them this call has encoded
     missing: the numbers of those that are not encoded yet; part p belongs to shard p % n
     corpus: the corpus, once no part is missing
     """
 
-    source: str
     parts: int
     encoded: int
     missing: tuple[int, ...]
@@ -170,7 +171,6 @@ class Preparation:
             streams.log(*source.lines(), marks_line(tokenizer))
         is_stdlib = source.name == sources.STDLIB
         self._name = "Python's source code" if is_stdlib else source.root.name
-        self._open = functools.partial(_open, data=data, source=source, tokenizer=tokenizer)
         self._key = functools.partial(_key, data, source, tokenizer)
         self._stamps = {file.path: _stamp(file) for file in source.files}
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", sources.STDLIB if is_stdlib else self._name)[:40]
@@ -185,8 +185,11 @@ class Preparation:
     @functools.cached_property
     def _parts(self) -> list[Part]:
         """The parts of the source. Token files, which are indexed where they lie, are one."""
-        whole = Part(0, self._source, 0, sum(file.size for file in self._source.files))
-        return [whole] if self._source.holds_tokens else divide(self._source)
+        return (
+            [Part(0, self._source, 0, sum(file.size for file in self._source.files))]
+            if self._source.holds_tokens
+            else divide(self._source)
+        )
 
     def corpus(self) -> Corpus:
         """The corpus. If the cache does not have it, missing parts are encoded, and all joined."""
@@ -211,21 +214,82 @@ class Preparation:
                 raise
         missing = self._missing(self._parts)
         indexes = self._source.holds_tokens and number == 0  # token files are one part
-        if indexes or not missing or self._open(self._folder()):
-            corpus = self.corpus()
-            return ShardReport(self._data.source, len(self._parts), encoded, (), corpus)
-        return ShardReport(self._data.source, len(self._parts), encoded, missing, None)
+        is_ready = indexes or not missing or self._open(self._folder())
+        corpus = self.corpus() if is_ready else None
+        return ShardReport(len(self._parts), encoded, () if corpus else missing, corpus)
 
     def _note(self, folder: pathlib.Path) -> None:
         """Writes the key of the source's content into a folder of KNOWN."""
         with self._unchanged():
-            note = {"of": self._known.name, "at": self._key(_content)}
-        (folder / NOTE).write_text(json.dumps(note))
+            (folder / NOTE).write_text(
+                json.dumps({"of": self._known.name, "at": self._key(_content)})
+            )
 
     def _folder(self) -> pathlib.Path:
         """The prepared folder. Older versions put the source's name before the key."""
-        present = sorted(self._root.glob(f"*-{self._content_key}"))
-        return present[0] if present else self._root / f"corpus-{self._content_key}"
+        usual = self._root / f"corpus-{self._content_key}"
+        return min(self._root.glob(f"*-{self._content_key}"), default=usual)
+
+    def _open(self, folder: pathlib.Path) -> Corpus | None:
+        """The corpus in a prepared folder; None if the folder is missing, damaged or another
+        one's."""
+        data, source, tokenizer = self._data, self._source, self._tokenizer
+        try:
+            info = files.read_json(folder / INFO)
+            parts, written = info["parts"], os.stat(folder / INFO).st_mtime_ns
+            checksum = corpus_checksum(parts, info["dtype"], tokenizer)
+            if (folder.name, checksum) != (info["of"], info["checksum"]):
+                return None
+            arrays: dict[str, Any] = {
+                "tokens": map_source(
+                    folder, source, data, info["dtype"] if source.is_prepared else ""
+                )
+                if source.holds_tokens
+                else np.memmap(folder / "tokens.bin", info["dtype"], "r"),
+                "documents": np.memmap(folder / "documents.bin", "<i8", "r"),
+                "mask": None,
+            }
+            if info["masked"] and source.is_prepared:
+                (file,) = [file for file in source.files if file.path.endswith("mask.bin")]
+                arrays["mask"] = map_tokens(file, file.path, data, "uint8")
+            elif info["masked"]:
+                arrays["mask"] = np.memmap(folder / "mask.bin", np.uint8, "r")
+            changed = [
+                name
+                for name in parts
+                if any(
+                    pathlib.Path(part.filename).parent == folder
+                    and os.stat(part.filename).st_ctime_ns > written
+                    for part in parts_of(arrays[name])
+                )
+            ]
+            if any(_digest(arrays[name]) != parts[name] for name in changed):
+                return None
+            if changed:
+                with contextlib.suppress(OSError):  # of a cache that may not be written
+                    os.utime(folder / INFO)  # they need not be read again
+            skipped = unreadable_files(source)
+            if "skipped" in info:  # only bad_records=skip writes it
+                stored = Skipped(**info["skipped"])
+                # A prepared corpus has the bad records of files that are not here.
+                skipped.append(
+                    stored
+                    if source.is_prepared
+                    else stored.at([file.path for file in source.files]),
+                    0,
+                )
+            return Corpus(
+                **arrays,
+                checksum=checksum,
+                tokenizer=tokenizer,
+                folder=folder,
+                source=data.source,
+                validation_fraction=data.validation_fraction,
+                skipped=skipped,
+                prepared=min(info["prepared"], time.time()),
+            )
+        except (AttributeError, OSError, IndexError, KeyError, TypeError, ValueError):
+            return None
 
     def _missing(self, parts: Sequence[Part]) -> tuple[int, ...]:
         """The numbers of the parts that are not encoded."""
@@ -236,12 +300,11 @@ class Preparation:
         with self._unchanged():
             if self._source.is_prepared:
                 adopt_corpus(folder, self._data, self._source, self._tokenizer)
-                return
-            if self._source.holds_tokens:
+            elif self._source.holds_tokens:
                 index_tokens(folder, self._data, self._source, self._tokenizer, self._progress)
-                return
-            stored = self._encode(self._parts)
-            join(folder, stored, self._data, self._tokenizer, self._name, self._progress)
+            else:
+                stored = self._encode(self._parts)
+                join(folder, stored, self._data, self._tokenizer, self._name, self._progress)
 
     def _encode(self, parts: Sequence[Part]) -> list[StoredPart]:
         """Encodes those of some parts that are missing."""
@@ -252,11 +315,12 @@ class Preparation:
                 any_read = self._source.has_fields and any(one.info["documents"] for one in stored)
                 make = functools.partial(self._encode_part, part, any_read, shown)
                 opened = functools.partial(open_part, part)
-                folder = part.folder(self._work)
-                stored.append(cache.ensure(folder, opened, make, self._progress))
+                stored.append(cache.ensure(part.folder(self._work), opened, make, self._progress))
             if missing:
-                tokens = sum(one.info["tokens"] for one in stored)
-                shown.finish(tokens, sum(one.info["documents"] for one in stored))
+                shown.finish(
+                    tokens=sum(one.info["tokens"] for one in stored),
+                    documents=sum(one.info["documents"] for one in stored),
+                )
         return stored
 
     def _encode_part(
@@ -265,20 +329,24 @@ class Preparation:
         """Encodes a part into a folder, which no later preparation may find if the part's files
         have changed meanwhile."""
         encode_part(folder, part, self._data, self._tokenizer, any_read, shown)
-        if self._has_changed(part.source.files):
-            raise _changed(self._data)
+        self._check_unchanged(part.source.files)
 
-    def _has_changed(self, files: Sequence[sources.File] = ()) -> bool:
-        """True if some files of the source are not as they were: neither their times nor their
-        content. files: without them all are compared, and their names."""
+    def _check_unchanged(
+        self, files: Sequence[sources.File] = (), cause: Exception | None = None
+    ) -> None:
+        """Raises DataError if some files of the source are not as they were: neither their times
+        nor their content. files: without them all are compared, and their names."""
         try:
-            if not files and self._source != listing.find(self._source.name):
-                return True
-            present = files or self._source.files
-            same = all(_stamp(file) == self._stamps[file.path] for file in present)
-            return not same and self._key(_content) != self._content_key
+            has_changed = not files and self._source != listing.find(self._source.name)
+            if any(_stamp(file) != self._stamps[file.path] for file in files or self._source.files):
+                has_changed = has_changed or self._key(_content) != self._content_key
         except (ConfigError, OSError):
-            return True  # they are gone
+            has_changed = True  # they are gone
+        if has_changed:
+            raise DataError(
+                f"data.source={self._data.source} changed while it was read: try again when it is "
+                "complete"
+            ) from cause
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -287,12 +355,10 @@ class Preparation:
         try:
             yield
         except (DataError, OSError) as error:
-            of_cache = isinstance(error, OSError) and cache.refusal(error, self._root)
-            if not of_cache and self._has_changed():
-                raise _changed(self._data) from error
+            if not (isinstance(error, OSError) and cache.refusal(error, self._root)):
+                self._check_unchanged(cause=error)
             raise
-        if self._has_changed():
-            raise _changed(self._data)
+        self._check_unchanged()
 
     @contextlib.contextmanager
     def _unusable_removed(self, keeps_parts: bool = True) -> Iterator[None]:
@@ -309,26 +375,19 @@ class Preparation:
             raise
 
 
-def _changed(data: Any) -> DataError:
-    return DataError(
-        f"data.source={data.source} changed while it was read: try again when it is complete"
-    )
-
-
 def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     """Raises DataError if the settings of `data` do not fit the source, or it cannot be read."""
-    mask, name = ",".join(data.loss_mask), data.source
     if data.bad_records == "stop" or not source.files:
         check_files(source)
     if data.loss_mask and not source.has_fields:
         raise DataError(
-            f"data.loss_mask={mask} names fields of {RECORDS}, and data.source={name} has "
-            "none: leave it empty"
+            f"data.loss_mask={','.join(data.loss_mask)} names fields of {RECORDS}, and "
+            f"data.source={data.source} has none: leave it empty"
         )
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
         raise DataError(
-            f"data.tokenizer=none is for token files, and data.source={name} is text: name its "
-            "tokenizer with --config.data.tokenizer"
+            f"data.tokenizer=none is for token files, and data.source={data.source} is text: name "
+            "its tokenizer with --config.data.tokenizer"
         )
     file, count = source.files[0], tokenizer.vocab_size
     if file.format == "bin" and data.token_dtype == "uint16" and count > 1 << 16:
@@ -342,7 +401,7 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     stored = cache.folder_of(data.cache)
     if any(source.takes(stored / "corpus" / file) for file in ("corpus.json", "tokens.bin")):
         raise DataError(
-            f"data.cache={stored} lies in data.source={name} and would become part of it: "
+            f"data.cache={stored} lies in data.source={data.source} and would become part of it: "
             "name a folder outside"
         )
 
@@ -376,8 +435,7 @@ def _stamp(file: sources.File) -> list:
     """A file's path, format, size and times, the last of which no program can set: another file of
     the same size and age that takes its place has another one. A store's version of a file is
     enough."""
-    is_stored = addresses.is_address(file.path)
-    changed = 0 if is_stored else os.stat(file.path).st_ctime_ns
+    changed = 0 if addresses.is_address(file.path) else os.stat(file.path).st_ctime_ns
     return [file.path, file.format, file.size, file.modified, changed]
 
 
@@ -388,8 +446,7 @@ def _content(file: sources.File) -> list:
         return [file.format, file.size]
     if addresses.is_address(file.path):
         return [file.format, file.size, file.modified]
-    with open(file.path, "rb") as stream:
-        return [file.format, hashlib.file_digest(stream, "sha256").hexdigest()]
+    return [file.format, sha256(file.path)]
 
 
 def _noted_key(known: pathlib.Path) -> str | None:
@@ -400,63 +457,6 @@ def _noted_key(known: pathlib.Path) -> str | None:
         if note["of"] == known.name:
             return str(note["at"].rpartition("-")[2])
     return None
-
-
-def _open(
-    folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer
-) -> Corpus | None:
-    """The corpus in a prepared folder; None if the folder is missing, damaged or another one's."""
-    try:
-        info = files.read_json(folder / INFO)
-        parts, written = info["parts"], os.stat(folder / INFO).st_mtime_ns
-        checksum = corpus_checksum(parts, info["dtype"], tokenizer)
-        if (folder.name, checksum) != (info["of"], info["checksum"]):
-            return None
-        if source.holds_tokens:
-            ids = map_source(folder, source, data, info["dtype"] if source.is_prepared else "")
-        else:
-            ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
-        documents = np.memmap(folder / "documents.bin", "<i8", "r")
-        mask: Sliced | None = None
-        if info["masked"] and source.is_prepared:
-            (file,) = [file for file in source.files if file.path.endswith("mask.bin")]
-            mask = map_tokens(file, file.path, data, "uint8")
-        elif info["masked"]:
-            mask = np.memmap(folder / "mask.bin", np.uint8, "r")
-        arrays: dict[str, Any] = {"tokens": ids, "documents": documents, "mask": mask}
-        changed = [
-            name
-            for name in parts
-            if any(
-                pathlib.Path(part.filename).parent == folder
-                and os.stat(part.filename).st_ctime_ns > written
-                for part in parts_of(arrays[name])
-            )
-        ]
-        if any(_digest(arrays[name]) != parts[name] for name in changed):
-            return None
-        if changed:
-            with contextlib.suppress(OSError):  # of a cache that may not be written
-                os.utime(folder / INFO)  # they need not be read again
-        skipped = unreadable_files(source)
-        if "skipped" in info:  # only bad_records=skip writes it
-            paths = [file.path for file in source.files]
-            skipped.append(Skipped(**info["skipped"]).at(paths), 0)
-        prepared = min(info["prepared"], time.time())
-    except (AttributeError, OSError, IndexError, KeyError, TypeError, ValueError):
-        return None
-    return Corpus(
-        ids,
-        documents,
-        mask,
-        checksum,
-        tokenizer,
-        folder,
-        data.source,
-        data.validation_fraction,
-        skipped,
-        prepared,
-    )
 
 
 def _digest(array: Sliced) -> str:

@@ -5,7 +5,7 @@ optimizer."""
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from jaxtrain.config.optimizers import record_of
 from jaxtrain.config.sizes import SHARD_AXES
@@ -227,7 +227,7 @@ class UpdateTime(StepPart):
     @functools.cached_property
     def _orthogonalized(self) -> TimeBreakdown:
         """Muon's iterations of the matrices that a device is dealt, and the exchange of these."""
-        if not (counts := self.matrices):
+        if not (counts := self.device.matrices):
             return TimeBreakdown()
         product, iterations = self.work.product, self.settings.optimizer.muon_iterations
         devices = math.prod(getattr(self.layout, axis) for axis in (*SHARD_AXES, MODEL))
@@ -243,13 +243,8 @@ class UpdateTime(StepPart):
         covered = dict.fromkeys(exchange, (DEALT_OVERLAP, busiest))
         return overlapped(exchange, covered) + TimeBreakdown({OPTIMIZER: busiest})
 
-    @property
-    def matrices(self) -> Mapping[tuple[int, int], float]:
-        """DeviceState.matrices with an optimizer that orthogonalizes them, otherwise none."""
-        return self.device.matrices if record_of(self.settings.optimizer.name).rest else {}
-
     def newton_schulz_flops(self) -> float:
         """Operations of the iterations on the devices of a stage and replica."""
         of_one = lambda size: 2.0 * sum(map(math.prod, newton_schulz(*size)))
         iterations = self.settings.optimizer.muon_iterations
-        return iterations * sum(n * of_one(size) for size, n in self.matrices.items())
+        return iterations * sum(n * of_one(size) for size, n in self.device.matrices.items())

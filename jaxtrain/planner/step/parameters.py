@@ -203,10 +203,12 @@ class DeviceState(StepPart):
     def matrices(self) -> Mapping[tuple[int, int], float]:
         """(rows, columns), the fewer ones first → the number of such matrices that Muon deals out
         over the devices of a stage and replica with the most layers: those of experts on a device
-        of their axis times its size."""
+        of their axis times its size. None with an optimizer that orthogonalizes none."""
+        counts: dict[tuple[int, int], float] = collections.defaultdict(float)
+        if record_of(self.settings.optimizer.name).rest is None:
+            return counts
         layers, _ = self._defaults((), None)
         model, of_forms = self.model, zip(layers, self.model.forms, strict=True)
-        counts: dict[tuple[int, int], float] = collections.defaultdict(float)
         in_layers = ((n, a) for n, form in of_forms for a in model.of_kind(form).layer().arrays)
         # Those of both ends are on all stages, which share them out.
         at_ends = ((1 / self.layout.stage, a) for a in _arrays_of_ends(model))

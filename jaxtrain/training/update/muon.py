@@ -83,24 +83,19 @@ class Matrices(NamedTuple):
         return self.unit * math.prod(self.shape)
 
 
-class Deal(NamedTuple):
-    """Units dealt out over devices.
+def deal(
+    sizes: Sequence[int], units: Sequence[int], devices: int
+) -> tuple[int, np.ndarray, list[tuple[np.ndarray, ...]]]:
+    """Units dealt out over devices, about equally many numbers to each, and in each round.
 
-    block:  numbers of a block
-    places: for each block of a device, its place in all messages of all rounds one after the other
-    rounds: for each, the blocks of the message to each device by their numbers among a device's
-        blocks, [devices, K]; then for each kind of matrices and each device the first block of
-        their units in that message, and the number of these units
+    sizes, units: for each kind of matrices, a device's numbers of a unit, and the number of units
+
+    Returns (numbers of a block, places, rounds). places: for each block of a device, its place in
+    all messages of all rounds one after the other. rounds: for each, the blocks of the message to
+    each device by their numbers among a device's blocks, [devices, K]; then for each kind of
+    matrices and each device the first block of their units in that message, and the number of
+    these units.
     """
-
-    block: int
-    places: np.ndarray
-    rounds: list[tuple[np.ndarray, ...]]
-
-
-def deal(sizes: Sequence[int], units: Sequence[int], devices: int) -> Deal:
-    """About equally many numbers for each device, and in each round. sizes, units: for each kind of
-    matrices, a device's numbers of a unit, and the number of units"""
     # Shards end where a block ends: else the table would have a place for each number.
     block = max(math.gcd(*sizes), math.ceil(np.dot(sizes, units) / MOST_BLOCKS))
     of = np.repeat(np.arange(len(sizes)), units)
@@ -128,10 +123,9 @@ def deal(sizes: Sequence[int], units: Sequence[int], devices: int) -> Deal:
     first = np.full_like(numbers, len(table))
     np.add.at(numbers, (of, message), 1)
     np.minimum.at(first, (of, message), within)
-    cut = lambda a: np.split(a, number, 1)
     tables = np.split(table, devices * np.cumsum(lengths)[:-1])
-    rounds = zip(tables, cut(first), cut(numbers), strict=True)
-    return Deal(block, places, [(a.reshape(devices, -1), *each) for a, *each in rounds if a.size])
+    rounds = zip(tables, *(np.split(a, number, 1) for a in (first, numbers)), strict=True)
+    return block, places, [(a.reshape(devices, -1), *each) for a, *each in rounds if a.size]
 
 
 def _spread(sizes: np.ndarray, parts: int) -> np.ndarray:
@@ -155,14 +149,23 @@ class Orthogonalizer:
     mesh: Mesh
 
     def __call__(
-        self, momenta: list[jax.Array], specs: list[Spec], layouts: list[P]
-    ) -> list[jax.Array]:
+        self, momenta: dict[int, jax.Array], specs: list[Spec], layouts: dict[int, P]
+    ) -> dict[int, jax.Array]:
         """Inside jit: the directions of parameters, float32, from their momenta [leading dimensions
-        of a stack, …]. layouts: of both on the mesh"""
+        of a stack, …], by their numbers among `specs`. layouts: of both on the mesh"""
 
-        def region(parts: list[jax.Array]) -> list[jax.Array]:
-            parts, kinds = list(parts), dict[Matrices, list[int]]()
-            for i, a in enumerate(parts):
+        # All axes are manual: the partitioner would gather matrices in every iteration.
+        @functools.partial(
+            jax.shard_map,
+            mesh=self.mesh,
+            in_specs=(layouts,),
+            out_specs=layouts,
+            axis_names=set(AXES),
+            check_vma=False,
+        )
+        def region(parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
+            parts, kinds = dict(parts), dict[Matrices, list[int]]()
+            for i, a in parts.items():
                 if a.size:  # a local unit without layers has an empty stack
                     m = Matrices.of(a.shape, specs[i], layouts[i], self.mesh)
                     kinds.setdefault(m, []).append(i)
@@ -176,16 +179,8 @@ class Orthogonalizer:
                         parts[i] = a.reshape(parts[i].shape)
             return parts
 
-        # All axes are manual: the partitioner would gather matrices in every iteration.
-        region = jax.shard_map(
-            region,
-            mesh=self.mesh,
-            in_specs=(layouts,),
-            out_specs=layouts,
-            axis_names=set(AXES),
-            check_vma=False,
-        )
-        return [a.astype(jnp.float32) for a in region([a.astype(self.dtype) for a in momenta])]
+        narrow = {i: a.astype(self.dtype) for i, a in momenta.items()}
+        return {i: a.astype(jnp.float32) for i, a in region(narrow).items()}
 
     def _dealt(self, kinds: list[Matrices], units: list[jax.Array]) -> list[jax.Array]:
         """In the manual region: the directions of matrices that are split alike, from their
@@ -224,7 +219,7 @@ class Orthogonalizer:
         device: jax.Array,
     ) -> jax.Array:
         """The message to this device with directions in the place of one kind's momenta. begin,
-        number: of all devices, as in Deal"""
+        number: of all devices, as `deal` has them"""
         among, _, block = message_SKG.shape
         blocks = -(-m.size // block)
 

@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 
 from jaxtrain.config import ConfigError, OptimizerConfig, one_line
 from jaxtrain.config.learning_rates import LEARNING_RATES
-from jaxtrain.config.optimizers import OPTIMIZERS, OptimizerRecord, record_of
+from jaxtrain.config.optimizers import OPTIMIZERS, record_of
 from jaxtrain.config.phases import RateLine
 from jaxtrain.devices.host_memory import is_on_host, read, write
 from jaxtrain.models.spec import Spec, is_spec
@@ -138,13 +138,21 @@ class Optimizer:
     def init(self, params: Any) -> Any:
         """The state before the first update: optax's of the clipping, of the directions, of the
         decay and of the learning rate."""
+        tree: Any  # jax's type of a structure has no methods for mypy
         specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
         record = record_of(self.settings.name)
-        if record.elementwise:
-            state = self._directions(specs[0]).init(params)
-        else:
-            state = _init_directions(self._directions, record, params, specs, tree)
-        parts = parts_of(state, tree)
+        parts = parts_of(jax.eval_shape(self._directions(specs[0]).init, params), tree)
+        leaves = []
+        for array, spec in zip(tree.flatten_up_to(params), specs, strict=True):
+            # Each layer on its own, and without padding, where directions depend on all its numbers
+            elementwise = record.of(spec.orthogonalized).elementwise
+            rows, lead = (None, 0) if elementwise else (spec.shape[0], array.ndim - len(spec.shape))
+            start = lambda a, s=spec, n=rows: jax.tree.leaves(self._directions(s).init(a[:n]))
+            for _ in range(lead):
+                axes = [0 if follows else None for follows in parts.follow]
+                start = jax.vmap(start, out_axes=axes)
+            leaves.append(start(array))
+        parts = parts_of(_joined(leaves, parts, tree), tree)
         moments = lambda part: jax.tree.map(lambda a: a.astype(self.moments), part)
         state = parts.outline.unflatten(
             moments(part) if follows else part
@@ -214,7 +222,12 @@ class Optimizer:
             for i, spec in enumerate(specs)
             if record.rest and spec.orthogonalized
         }
-        directions = self._orthogonalized({i: a for i, (a, *_) in momenta.items()}, specs, tree)
+        directions = {}
+        if momenta:
+            shardings = tree.flatten_up_to(self.scattered)
+            of_all = Orthogonalizer(self.settings, jnp.dtype(self.compute), shardings[0].mesh)
+            layouts = {i: shardings[i].spec for i in momenta}
+            directions = of_all({i: a for i, (a, *_) in momenta.items()}, specs, layouts)
         values, new_params, new_leaves = [], [], []
         parameters = zip(specs, of_each, tree.flatten_up_to(params), strict=True)
         for i, (spec, gradient, held) in enumerate(parameters):
@@ -237,18 +250,6 @@ class Optimizer:
             optax.ScaleByScheduleState(counted),
         )
         return Updated(tree.unflatten(values), tree.unflatten(new_params), new_state)
-
-    def _orthogonalized(
-        self, momenta: dict[int, jax.Array], specs: list[Spec], tree: Any
-    ) -> dict[int, jax.Array]:
-        """Muon's directions of matrices by their numbers among the parameters, as `momenta`."""
-        if not momenta:
-            return {}
-        shardings = tree.flatten_up_to(self.scattered)
-        of_all = Orthogonalizer(self.settings, jnp.dtype(self.compute), shardings[0].mesh)
-        layouts = [shardings[i].spec for i in momenta]
-        directions = of_all(list(momenta.values()), [specs[i] for i in momenta], layouts)
-        return dict(zip(momenta, directions, strict=True))
 
 
 def check_own_optimizer(settings: OptimizerConfig) -> None:
@@ -317,26 +318,6 @@ def _joined(leaves: list[list], parts: StateParts, tree: Any) -> Any:
     )
 
 
-def _init_directions(
-    directions: Callable[[Spec], optax.GradientTransformation],
-    record: OptimizerRecord,
-    params: Any,
-    specs: list[Spec],
-    tree: Any,
-) -> Any:
-    """The state before the first update: that of each layer on its own, and without padding where
-    directions depend on all numbers of a layer's parameter."""
-    parts = parts_of(jax.eval_shape(directions(specs[0]).init, params), tree)
-    leaves = []
-    for array, spec in zip(tree.flatten_up_to(params), specs, strict=True):
-        rows = None if record.of(spec.orthogonalized).elementwise else spec.shape[0]
-        start = lambda a, s=spec, n=rows: jax.tree.leaves(directions(s).init(a[:n]))
-        for _ in array.shape[: -len(spec.shape)]:  # over stages and layers of a stack
-            start = jax.vmap(start, out_axes=[0 if follows else None for follows in parts.follow])
-        leaves.append(start(array))
-    return _joined(leaves, parts, tree)
-
-
 # --- the update of one parameter ------------------------------------------------------------------
 
 
@@ -378,8 +359,7 @@ class ParameterUpdate:
         # float32 for all products and sums: 16 bits would lose most of a small update
         value = held.astype(jnp.float32)
         direction, new_state = self._direction(gradient, leaves, value)
-        new = [self._moved(value, direction), *new_state]
-        new = self._taken(new, [held, *leaves], key)
+        new = self._taken([self._moved(value, direction), *new_state], [held, *leaves], key)
         return new[0].astype(jnp.float32), new[1:]
 
     def momentum(
