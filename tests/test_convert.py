@@ -84,6 +84,7 @@ def test_a_checkpoint_of_step_0(imported):
     assert np.array_equal(query[2], expected.astype(compute).astype(np.float32))
 
 
+@pytest.mark.full
 def test_training_continues_it(imported, tmp_path):
     """By the config.json that the command has written, which names the folder too; batches may be
     others, since no data was seen."""

@@ -131,6 +131,9 @@ RUNS = {
         ],
         ("with μP: best rate 0.01 at width 16: by 1 ×", "\nwithout: "),
     ),
+    "benchmarks/optimizers.py": Smallest(
+        ["--layouts=data8.zero1", "--rounds=1", "--", *MODEL], ("\ndata8.zero1 ",)
+    ),
     "benchmarks/offload_disk.py": Smallest(
         [f"--folder={HERE}", "--layers=1", "--width=32", "--pairs=1"],
         ("update over disk:", "1 layers: peak memory"),
@@ -244,7 +247,13 @@ def test_every_script_is_run(script):
         assert users, f"no script uses {script}: add one to RUNS"
 
 
-@pytest.mark.parametrize("script", RUNS)
+# Their rooms' own tests cover what these run.
+LONG = [f"benchmarks/{name}.py" for name in ("diloco", "gpu", "mup", "offload_disk")]
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=[pytest.mark.full] * (s in LONG)) for s in RUNS]
+)
 def test_the_smallest_run(script, tmp_path, monkeypatch, capfd):
     run = RUNS[script]
     hardware_file.write(tmp_path)

@@ -252,7 +252,7 @@ class TrainConfig:
     evaluate: str = setting(
         "",
         "an evaluation of one's own, FILE.py:FUNCTION or MODULE:FUNCTION, called when validation "
-        "losses are computed (docs/own_layer.md); empty: none",
+        "losses are computed (docs/experiments.md); empty: none",
     )
     evaluate_seconds: float = setting(
         600.0, "seconds that `evaluate` may take; its numbers are dropped beyond", Range(above=0)

@@ -183,12 +183,6 @@ def pipe(path):
             ),
             "has 0 records",
         ),
-        (
-            lambda folder: (folder / "goodput.jsonl").write_text(
-                json.dumps(LINE | {"seconds": 5}) + "\n"
-            ),
-            "its goodput.jsonl is not what",
-        ),
     ],
 )
 def test_a_folder_without_records(workdir, spoil, message):
