@@ -59,7 +59,7 @@ class ReadyStep:
     programs: SpanPrograms
     batches: Loader[TrainingBatches]
     evaluation: Evaluation
-    own: OwnEvaluation
+    own_evaluation: OwnEvaluation
 
 
 def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
@@ -96,7 +96,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:  # until the last step is saved
             step = make_step(config, mesh, prepared.setup)
-            own = OwnEvaluation(config, mesh, corpora.tokenizer)
+            own_evaluation = OwnEvaluation(config, mesh, corpora.tokenizer)
             closing.enter_context(state_on_disk(step))
             begin = functools.partial(make_state, config, step, origin)
             candidates = chosen.candidates(step, content, begin)
@@ -143,7 +143,7 @@ def run(prepared: PreparedRun, clock: WallClock) -> ExitStatus:
             goodput.reached(start.step)
             cluster.log(beginning(config.train, start))
             context = RunContext(config, folder, clock, goodput, signals, watchdog)
-            ready = ReadyStep(step, programs, batches, evaluation, own)
+            ready = ReadyStep(step, programs, batches, evaluation, own_evaluation)
             trainer = Trainer(context, ready, candidates, start, state)
             del initial, state  # the trainer's alone: it frees the memory where it goes back
             closing.callback(trainer.close)
@@ -181,7 +181,7 @@ class Trainer:
     ):
         config, clock, goodput = context.config, context.clock, context.goodput
         step, self.of_spans = ready.step, ready.programs
-        self.evaluation, self.own = ready.evaluation, ready.own
+        self.evaluation, self.own_evaluation = ready.evaluation, ready.own_evaluation
         self.at, self.state = start.step, state
         self.config, self.step = config, step
         self.span = span_at(self.of_spans.spans, start.meta.position)
@@ -360,10 +360,12 @@ class Trainer:
             return
         with self.clock.phase(Phase.EVALUATING):
             losses = self.evaluation.losses(self.state.trained)
-            own = self.own.numbers(self.evaluation, self.state.trained, self.at, self.progress.log)
+            numbers = self.own_evaluation.numbers(
+                self.evaluation, self.state.trained, self.at, self.progress.log
+            )
         self.validation_loss = losses.get("")
         decay = self.config.optimizer.ema_decay * self.config.train.eval_ema
-        self.reporter.validation(self.at, losses, own, decay)
+        self.reporter.validation(self.at, losses, numbers, decay)
         self.checkpoints.persistent.evaluated(self.at, self.validation_loss)
 
     def roll_back(self) -> None:

@@ -1,6 +1,5 @@
 """`python -m jaxtrain.experiments.compare RUN …`: the settings in which runs differ, what each has
-reached, and their losses in one picture. `table` and `draw` are also for other commands. jax is
-imported only where FLOPs are counted."""
+reached, and their losses in one picture. jax is imported only where FLOPs are counted."""
 
 import math
 import pathlib

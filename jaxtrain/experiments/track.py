@@ -87,7 +87,8 @@ def feed(folder: pathlib.Path, name: str, follow: bool) -> str:
     with os.fdopen(os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)) as lock:
         # the follower of a run that was killed ends a little later than the run
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if follow else fcntl.LOCK_NB))
-        tracker, newest = None, -1
+        tracker: Any = None
+        newest = -1
         while True:
             is_last = not follow or bool(select.select([sys.stdin], [], [], LOOK_S)[0])
             if follow:
@@ -98,15 +99,16 @@ def feed(folder: pathlib.Path, name: str, follow: bool) -> str:
             run = read_run(folder)
             steps, settled = numbers_by_step(run.records), settled_step(run)
             latest = max(steps, default=0)
-            for step, numbers in steps.items():
-                # the evaluation of the latest step may still come
-                if step <= settled and (step < latest or is_last):
-                    # a run that begins anew, or a copy of its folder, has another id
-                    identity = json.dumps([run.name, run.records[0]]).encode()
-                    tracker = tracker or make(run, hashlib.sha256(identity).hexdigest()[:12])
-                    if step > tracker.last:
-                        tracker.log(step, numbers)
-                        tracker.last = step
+            # the evaluation of the latest step may still come
+            known = [step for step in steps if step <= settled and (step < latest or is_last)]
+            if known and tracker is None:
+                # a run that begins anew, or a copy of its folder, has another id
+                identity = json.dumps([run.name, run.records[0]]).encode()
+                tracker = make(run, hashlib.sha256(identity).hexdigest()[:12])
+            for step in known:
+                if step > tracker.last:
+                    tracker.log(step, steps[step])
+                    tracker.last = step
             if is_last:
                 if tracker:
                     tracker.close()

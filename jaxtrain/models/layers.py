@@ -38,7 +38,6 @@ class Norm(nnx.Module):
     computed in float32. Its factor is `scale`, or with `one_plus` 1 + `scale`, as in Gemma.
 
     multiplier: μP's factor on its result (models/mup.py)
-    columns: of several matrices side by side, as in Spec
     """
 
     def __init__(self, cfg: ResolvedModel, size=0, axis="width", epsilon=0.0, multiplier=1.0):

@@ -119,10 +119,10 @@ def open_fork(chosen: ChosenStep) -> Fork | None:
     Raises, in all of them: RunError for a step that is not there or cannot be read, ConfigError for
     one that does not fit the run.
     """
-    config, own = chosen.folder.run.config, stores.absolute(chosen.folder.directory)
+    config, run_directory = chosen.folder.run.config, stores.absolute(chosen.folder.directory)
     text, inherits = config.train.fork_from, config.train.fork_inherits
     place, _, number = text.rpartition("@") if re.search(r".@\d{1,10}$", text) else (text, "", "")
-    if text and stores.absolute(steps.checkpoints_of(place)) == own:
+    if text and stores.absolute(steps.checkpoints_of(place)) == run_directory:
         raise ConfigError(
             "train.fork_from", text, "is the run that is to begin with it", "another --workdir"
         )

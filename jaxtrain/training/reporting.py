@@ -143,17 +143,17 @@ class Reporter:
         return self._report_all(steps, together=True, stopping=stopping)
 
     def validation(
-        self, at: int, losses: Mapping[str, float], own: Mapping[str, float], ema_decay: float
+        self, at: int, losses: Mapping[str, float], numbers: Mapping[str, float], ema_decay: float
     ) -> None:
         """Logs and shows validation losses, as of Evaluation.losses, and numbers of an evaluation
-        of one's own, if there are any. ema_decay: of the average whose numbers they are; 0: the
-        parameters' own"""
+        of one's own, if there are any. ema_decay: of the average that was evaluated; 0: the
+        parameters were"""
         named = {f"{VALIDATION_LOSS}/{name}".strip("/"): loss for name, loss in losses.items()}
-        named |= {f"evaluation/{name}": number for name, number in own.items()}
+        named |= {f"evaluation/{name}": number for name, number in numbers.items()}
         if named:  # one record: a run that goes on evaluates again where it is missing
             self.log.write(at, **named, **({"ema_decay": ema_decay} if ema_decay else {}))
-        if own:
-            line = ", ".join(f"{name} {number:.5g}" for name, number in own.items())
+        if numbers:
+            line = ", ".join(f"{name} {number:.5g}" for name, number in numbers.items())
             self.progress.log(f"step {at}: {line}")
         if losses:
             sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name)

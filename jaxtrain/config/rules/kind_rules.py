@@ -108,5 +108,5 @@ def _in_kind(violation: Violation, model: ModelConfig, kind: str) -> Violation:
         arguments = (f"{name}.{argument}" for argument in value)
         return (*without_entries(kinds, name), *arguments)
 
-    own = {f"model.{name}": value for name, value in changes_of_kind(model, kind).items()}
-    return in_items(violation, KINDS, model.kinds, f"in layers of kind {kind}", own, put)
+    values = {f"model.{name}": value for name, value in changes_of_kind(model, kind).items()}
+    return in_items(violation, KINDS, model.kinds, f"in layers of kind {kind}", values, put)

@@ -64,17 +64,17 @@ def of_corpora(
     named = [(SOURCES, data.sources, each) for each in mixture_of(data)]
     named += [(SETS, data.validation, each) for each in validation_sets(data)]
     for path, items, corpus in named:
-        own = {f"data.{name}": getattr(corpus.data, name) for name in ("source", *OF_SOURCE)}
+        values = {f"data.{name}": getattr(corpus.data, name) for name in ("source", *OF_SOURCE)}
         put = functools.partial(_with_setting, name=corpus.name)
         for wrong in rule(corpus.data):
             where = f"{corpus.name} of {path}"
-            yield in_items(wrong, path, items, where, own, put) if corpus.name else wrong
+            yield in_items(wrong, path, items, where, values, put) if corpus.name else wrong
 
 
 def _with_setting(items: tuple[str, ...], setting: str, value: Any, name: str) -> tuple[str, ...]:
     """The items with a setting of `data` for the corpus of a name."""
-    own = "" if setting == "data.source" else f".{setting.removeprefix('data.')}"
-    return with_entry(items, f"{name}{own}", entry_text(value))
+    suffix = "" if setting == "data.source" else f".{setting.removeprefix('data.')}"
+    return with_entry(items, f"{name}{suffix}", entry_text(value))
 
 
 def _fault(entry: str, path: str) -> tuple[str, str] | None:

@@ -130,8 +130,8 @@ def _in_span(violation: Violation, config: FilledConfig, span: Span) -> Violatio
         name = f"{span.phase}.{setting.removeprefix('data.')}"
         return with_entry(items, name, entry_text(sizes or size))
 
-    where, own = f"in phase {span.phase} of {PHASES}", dict(zip(SIZES, span.shape, strict=True))
-    return in_items(violation, PHASES, config.train.phases, where, own, put)
+    where, values = f"in phase {span.phase} of {PHASES}", dict(zip(SIZES, span.shape, strict=True))
+    return in_items(violation, PHASES, config.train.phases, where, values, put)
 
 
 def _without(train: TrainConfig, name: str) -> SettingChanges:

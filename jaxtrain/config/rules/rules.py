@@ -65,27 +65,27 @@ def in_items(
     path: str,
     items: tuple[str, ...],
     where: str,
-    own: Mapping[str, Any],
+    values: Mapping[str, Any],
     put: Callable[[tuple[str, ...], str, Any], tuple[str, ...]],
 ) -> Violation:
     """The violation by a part of a config, such as the layers of one kind. A setting that the part
     may have for itself is at fault, and fixed, in the items.
 
     path, items: the setting that has the part's settings
-    where: the part in words; own: setting → its value in the part
+    where: the part in words; values: setting → its value in the part
     put: (items, setting, value) → the items with this value
     """
 
     def fix(changes: SettingChanges) -> SettingChanges:
         fixed, mended = dict(changes), items
-        for setting in own:
+        for setting in values:
             if setting in changes:
                 mended = put(mended, setting, fixed.pop(setting))
         return fixed | ({path: mended} if mended != items else {})
 
     field, rule = violation.field, f"{violation.rule} ({where})"
-    if field in own:
-        field, rule = path, f"makes {field}={shown(own[field])}, which {rule}"
+    if field in values:
+        field, rule = path, f"makes {field}={shown(values[field])}, which {rule}"
     return Violation(field, rule, map(fix, violation.fixes), violation.show)
 
 

@@ -172,8 +172,8 @@ class Orthogonalizer:
             for deck in dict.fromkeys((m.shards, m.copies) for m in kinds):
                 alike = [m for m in kinds if (m.shards, m.copies) == deck]
                 in_units = [[parts[i].reshape(-1, m.size) for i in kinds[m]] for m in alike]
-                found = self._dealt(alike, list(map(jnp.concatenate, in_units)))
-                for m, units, directions in zip(alike, in_units, found, strict=True):
+                of_kinds = self._dealt(alike, list(map(jnp.concatenate, in_units)))
+                for m, units, directions in zip(alike, in_units, of_kinds, strict=True):
                     ends = np.cumsum(list(map(len, units)))[:-1]
                     for i, a in zip(kinds[m], jnp.split(directions, ends), strict=True):
                         parts[i] = a.reshape(parts[i].shape)
@@ -205,10 +205,10 @@ class Orthogonalizer:
             message_SKG = swap(message_SKG)
             message_SKG = lax.all_gather(message_SKG, copies) if copies else message_SKG
             results.append(message_SKG.reshape(-1, block))
-        found_NG = jnp.concatenate(results).at[places].get(mode="promise_in_bounds")
+        directions_NG = jnp.concatenate(results).at[places].get(mode="promise_in_bounds")
         ends = np.cumsum([a.size // block for a in padded])[:-1]
-        found = zip(jnp.split(found_NG, ends), units, strict=True)
-        return [a.reshape(len(like), -1)[:, : like.shape[1]] for a, like in found]
+        directions = zip(jnp.split(directions_NG, ends), units, strict=True)
+        return [a.reshape(len(like), -1)[:, : like.shape[1]] for a, like in directions]
 
     def _of_units(
         self,
